@@ -187,6 +187,8 @@ class Timings:
     num_resubmissions: int = 0
     prefill_cached_tokens: int = 0
     decode_cached_tokens: int = 0
+    fetched_tokens: int = 0
+    restored_tokens: int = 0
 
     @property
     def ttft_parts(self) -> dict[str, int]:

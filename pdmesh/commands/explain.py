@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +15,9 @@ from pdmesh.commands.options import Connection, flat
 from pdmesh.terminal import show, table
 from pdmesh.v1 import common_pb2, mesh_pb2
 
+WAYS = ("compute", "fetch", "restore")
+"""Ways to have a prompt computed: all that the pool lacks; or first what another worker has, or the worker's own tiers."""
+_WAY_HEADERS = ("DECODE", "PREFILL", "TTFT IF COMPUTED", "IF FETCHED", "IF RESTORED", "TAKEN")
 _HEADERS = ("DECODE", "PREFILL", "TTFT", "TPOT", "DELAY", "CACHED", "COST", "NOTE")
 
 
@@ -82,7 +86,22 @@ def decision_lines(decision: mesh_pb2.Decision) -> list[RenderableType]:
     candidates = decision.candidates
     styles = ["good" if candidate.chosen else "" for candidate in candidates]
     tables = [table(_HEADERS, [_row(candidate) for candidate in candidates], styles)] if candidates else []
-    return [head, decision.reason, *tables, *_engine_lines(candidates), *_observed(decision)]
+    return [head, decision.reason, *tables, *_way_lines(candidates), *_engine_lines(candidates), *_observed(decision)]
+
+
+def _way_lines(candidates: Sequence[mesh_pb2.Candidate]) -> list[RenderableType]:
+    """Return a table of the TTFT by each way to have the prompt computed; nothing where computing is the only one."""
+    several = [candidate for candidate in candidates if candidate.fetch_ms or candidate.restore_ms]
+    if not several:
+        return []
+    return [table(_WAY_HEADERS, [_way_row(each) for each in several], ["good" if each.chosen else "" for each in several])]
+
+
+def _way_row(candidate: mesh_pb2.Candidate) -> tuple[str, ...]:
+    known = {name: getattr(candidate, f"{name}_ms") for name in WAYS}
+    least = min(WAYS, key=lambda name: known[name] or math.inf)
+    times = (_ms(known[name]) if known[name] else "" for name in WAYS)
+    return (_decode(candidate), candidate.prefill_worker_id or "(local)", *times, least)
 
 
 def _engine_lines(candidates: Sequence[mesh_pb2.Candidate]) -> list[str]:
@@ -122,7 +141,20 @@ def _observed(decision: mesh_pb2.Decision) -> list[str]:
     if not decision.observed_ttft_ms:
         return []
     tpot = f", TPOT {_ms(decision.observed_tpot_ms)}" if decision.observed_tpot_ms else ""
-    return [f"observed: TTFT {_ms(decision.observed_ttft_ms)} after the decision{tpot}"]
+    return [f"observed: TTFT {_ms(decision.observed_ttft_ms)} after the decision{tpot}", *_reused(decision)]
+
+
+def _reused(decision: mesh_pb2.Decision) -> list[str]:
+    """Return what was fetched and restored, if anything was, and how long it took, also where nothing came."""
+    came = [
+        f"{count} {how} in {_ms(milliseconds)}"
+        for how, count, milliseconds in (
+            ("fetched", decision.fetched_tokens, decision.fetch_ms),
+            ("restored", decision.restored_tokens, decision.restore_ms),
+        )
+        if count or milliseconds
+    ]
+    return [f"of {decision.num_tokens} tokens {decision.cached_tokens} were cached: {', '.join(came)}"] if came else []
 
 
 def _ms(milliseconds: float) -> str:

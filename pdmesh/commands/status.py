@@ -80,6 +80,7 @@ def status_lines(status: mesh_pb2.GetStatusResponse) -> list[RenderableType]:
         *_router_lines(status),
         "",
         *(_worker_tables(workers) if workers else [Text("no worker is known", "warning")]),
+        *_reuse_lines(workers),
         *_speculation_lines(workers),
         *_breaker_lines(workers),
         *_objective_lines(status.objectives),
@@ -174,6 +175,23 @@ def _load_row(worker: mesh_pb2.WorkerStatus) -> tuple[str, ...]:
         str(load.num_preemptions),
         str(load.num_handoff_failures),
     )
+
+
+def _reuse_lines(workers: Sequence[mesh_pb2.WorkerStatus]) -> list[RenderableType]:
+    """Return a table of workers that have fetched or restored KV for this router's requests; nothing without one."""
+    reusing = [worker for worker in workers if worker.fetched_tokens or worker.restored_tokens]
+    if not reusing:
+        return []
+    columns = ("WORKER", "FETCHED", "RESTORED", "SAVED")
+    rows = [
+        (worker.info.worker_id, str(worker.fetched_tokens), str(worker.restored_tokens), f"{worker.saved_s:.1f}s")
+        for worker in reusing
+    ]
+    return [
+        "",
+        table(columns, rows),
+        "prompt tokens whose KV came from another worker or from tiers, and the computing time saved",
+    ]
 
 
 def _speculation_lines(workers: Sequence[mesh_pb2.WorkerStatus]) -> list[RenderableType]:

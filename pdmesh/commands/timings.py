@@ -82,7 +82,9 @@ def _handoff(timings: Timings) -> list[RenderableType]:
 
 def _caches(timings: Timings, usage: Usage) -> list[RenderableType]:
     held = f"prefill had {timings.prefill_cached_tokens} and decode {timings.decode_cached_tokens}"
-    return [Text.assemble(("caches", "bold"), f"    {held} of the prompt's {usage.prompt_tokens} tokens")]
+    moved = {"fetched": timings.fetched_tokens, "restored": timings.restored_tokens}
+    came = "".join(f", {count} of them {how}" for how, count in moved.items() if count)
+    return [Text.assemble(("caches", "bold"), f"    {held} of the prompt's {usage.prompt_tokens} tokens{came}")]
 
 
 def _troubles(completed: Completed) -> list[RenderableType]:

@@ -821,6 +821,8 @@ class Timings(_message.Message):
     NUM_RESUBMISSIONS_FIELD_NUMBER: _builtins.int
     PREFILL_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     DECODE_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    FETCHED_TOKENS_FIELD_NUMBER: _builtins.int
+    RESTORED_TOKENS_FIELD_NUMBER: _builtins.int
     ttft_ns: _builtins.int
     """ttft_ns from receipt of the request by the router to the hand-over of the first token to gRPC."""
     route_ns: _builtins.int
@@ -863,6 +865,10 @@ class Timings(_message.Message):
     """prefill_cached_tokens found in the prefilling worker's prefix cache."""
     decode_cached_tokens: _builtins.int
     """decode_cached_tokens: prefix hits on the decode worker, which were not sent."""
+    fetched_tokens: _builtins.int
+    """fetched_tokens of prefill_cached_tokens came from another worker for this request."""
+    restored_tokens: _builtins.int
+    """restored_tokens of prefill_cached_tokens came from the worker's own tiers for this request."""
     def __init__(
         self,
         *,
@@ -887,10 +893,12 @@ class Timings(_message.Message):
         num_resubmissions: _builtins.int = ...,
         prefill_cached_tokens: _builtins.int = ...,
         decode_cached_tokens: _builtins.int = ...,
+        fetched_tokens: _builtins.int = ...,
+        restored_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_queue_ns", b"admission_queue_ns", "decode_cached_tokens", b"decode_cached_tokens", "decode_queue_ns", b"decode_queue_ns", "decode_worker", b"decode_worker", "first_token_return_ns", b"first_token_return_ns", "kv_bytes", b"kv_bytes", "kv_exposed_ns", b"kv_exposed_ns", "mode", b"mode", "num_resubmissions", b"num_resubmissions", "num_retries", b"num_retries", "prefill_cached_tokens", b"prefill_cached_tokens", "prefill_compute_ns", b"prefill_compute_ns", "prefill_queue_ns", b"prefill_queue_ns", "prefill_worker", b"prefill_worker", "reserve_ns", b"reserve_ns", "retry_ns", b"retry_ns", "route_ns", b"route_ns", "total_ns", b"total_ns", "tpot_ns", b"tpot_ns", "transport", b"transport", "ttft_ns", b"ttft_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_queue_ns", b"admission_queue_ns", "decode_cached_tokens", b"decode_cached_tokens", "decode_queue_ns", b"decode_queue_ns", "decode_worker", b"decode_worker", "fetched_tokens", b"fetched_tokens", "first_token_return_ns", b"first_token_return_ns", "kv_bytes", b"kv_bytes", "kv_exposed_ns", b"kv_exposed_ns", "mode", b"mode", "num_resubmissions", b"num_resubmissions", "num_retries", b"num_retries", "prefill_cached_tokens", b"prefill_cached_tokens", "prefill_compute_ns", b"prefill_compute_ns", "prefill_queue_ns", b"prefill_queue_ns", "prefill_worker", b"prefill_worker", "reserve_ns", b"reserve_ns", "restored_tokens", b"restored_tokens", "retry_ns", b"retry_ns", "route_ns", b"route_ns", "total_ns", b"total_ns", "tpot_ns", b"tpot_ns", "transport", b"transport", "ttft_ns", b"ttft_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1660,10 +1668,21 @@ class WorkerStatus(_message.Message):
     ALIVE_FIELD_NUMBER: _builtins.int
     REPORT_AGE_MS_FIELD_NUMBER: _builtins.int
     BREAKERS_FIELD_NUMBER: _builtins.int
+    FETCHED_TOKENS_FIELD_NUMBER: _builtins.int
+    RESTORED_TOKENS_FIELD_NUMBER: _builtins.int
+    SAVED_S_FIELD_NUMBER: _builtins.int
     alive: _builtins.bool
     """alive: its stream delivers."""
     report_age_ms: _builtins.int
     """report_age_ms since the last report."""
+    fetched_tokens: _builtins.int
+    """fetched_tokens: prompt tokens of this router's requests whose KV this worker process fetched from another worker."""
+    restored_tokens: _builtins.int
+    """restored_tokens: those whose KV it restored from its own tiers."""
+    saved_s: _builtins.float
+    """saved_s is how much longer computing both would have taken, by the latency model that the worker reported, than fetching and
+    restoring did. Below 0: it was a loss.
+    """
     @_builtins.property
     def info(self) -> _worker_pb2.WorkerInfo:
         """info that the worker registered."""
@@ -1684,10 +1703,13 @@ class WorkerStatus(_message.Message):
         alive: _builtins.bool = ...,
         report_age_ms: _builtins.int = ...,
         breakers: _abc.Iterable[Global___BreakerStatus] | None = ...,
+        fetched_tokens: _builtins.int = ...,
+        restored_tokens: _builtins.int = ...,
+        saved_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "breakers", b"breakers", "info", b"info", "load", b"load", "report_age_ms", b"report_age_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "breakers", b"breakers", "fetched_tokens", b"fetched_tokens", "info", b"info", "load", b"load", "report_age_ms", b"report_age_ms", "restored_tokens", b"restored_tokens", "saved_s", b"saved_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1851,6 +1873,11 @@ class Decision(_message.Message):
     DECISION_US_FIELD_NUMBER: _builtins.int
     OBSERVED_TTFT_MS_FIELD_NUMBER: _builtins.int
     OBSERVED_TPOT_MS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    FETCHED_TOKENS_FIELD_NUMBER: _builtins.int
+    FETCH_MS_FIELD_NUMBER: _builtins.int
+    RESTORED_TOKENS_FIELD_NUMBER: _builtins.int
+    RESTORE_MS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """request_id that it was for."""
     age_ms: _builtins.int
@@ -1869,6 +1896,18 @@ class Decision(_message.Message):
     """observed_ttft_ms from the decision to the first token. 0 means that it has not come."""
     observed_tpot_ms: _builtins.float
     """observed_tpot_ms of the request. 0 means that it has not ended or had one token."""
+    cached_tokens: _builtins.int
+    """cached_tokens that the prompt's worker had when it began to compute, of which fetched_tokens and restored_tokens came for
+    this request. 0 until the first token, as the next four.
+    """
+    fetched_tokens: _builtins.int
+    """fetched_tokens came from another worker."""
+    fetch_ms: _builtins.float
+    """fetch_ms that this took."""
+    restored_tokens: _builtins.int
+    """restored_tokens came from the worker's own tiers."""
+    restore_ms: _builtins.float
+    """restore_ms that this took."""
     @_builtins.property
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___Candidate]:
         """candidates that were compared, the best first; not all of a large fleet."""
@@ -1886,10 +1925,15 @@ class Decision(_message.Message):
         decision_us: _builtins.float = ...,
         observed_ttft_ms: _builtins.float = ...,
         observed_tpot_ms: _builtins.float = ...,
+        cached_tokens: _builtins.int = ...,
+        fetched_tokens: _builtins.int = ...,
+        fetch_ms: _builtins.float = ...,
+        restored_tokens: _builtins.int = ...,
+        restore_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "candidates", b"candidates", "decision_us", b"decision_us", "num_tokens", b"num_tokens", "num_workers", b"num_workers", "observed_tpot_ms", b"observed_tpot_ms", "observed_ttft_ms", b"observed_ttft_ms", "policy", b"policy", "reason", b"reason", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "cached_tokens", b"cached_tokens", "candidates", b"candidates", "decision_us", b"decision_us", "fetch_ms", b"fetch_ms", "fetched_tokens", b"fetched_tokens", "num_tokens", b"num_tokens", "num_workers", b"num_workers", "observed_tpot_ms", b"observed_tpot_ms", "observed_ttft_ms", b"observed_ttft_ms", "policy", b"policy", "reason", b"reason", "request_id", b"request_id", "restore_ms", b"restore_ms", "restored_tokens", b"restored_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1913,6 +1957,9 @@ class Candidate(_message.Message):
     NOTE_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
     MAY_REDRAW_FIELD_NUMBER: _builtins.int
+    COMPUTE_MS_FIELD_NUMBER: _builtins.int
+    RESTORE_MS_FIELD_NUMBER: _builtins.int
+    FETCH_MS_FIELD_NUMBER: _builtins.int
     decode_worker_id: _builtins.str
     """decode_worker_id of the pair."""
     prefill_worker_id: _builtins.str
@@ -1937,6 +1984,14 @@ class Candidate(_message.Message):
     """engine of its workers. Empty means that they do not say."""
     may_redraw: _builtins.bool
     """may_redraw: a request that they compute again may draw other tokens (ENGINE_LACK_REPRODUCIBLE)."""
+    compute_ms: _builtins.float
+    """compute_ms: the TTFT predicted if the prompt's worker computes all that its pool lacks. ttft_ms is the least of this and the
+    next two. 0 means that the policy predicts nothing.
+    """
+    restore_ms: _builtins.float
+    """restore_ms: the same if it restores first what its tiers hold. 0 means that they hold nothing that the pool lacks."""
+    fetch_ms: _builtins.float
+    """fetch_ms: the same if it fetches first what another worker has. 0 means that it fetches none, or that none has more."""
     def __init__(
         self,
         *,
@@ -1952,10 +2007,13 @@ class Candidate(_message.Message):
         note: _builtins.str = ...,
         engine: _builtins.str = ...,
         may_redraw: _builtins.bool = ...,
+        compute_ms: _builtins.float = ...,
+        restore_ms: _builtins.float = ...,
+        fetch_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "cost", b"cost", "decode_cached_tokens", b"decode_cached_tokens", "decode_worker_id", b"decode_worker_id", "delay_ms", b"delay_ms", "engine", b"engine", "may_redraw", b"may_redraw", "note", b"note", "prefill_cached_tokens", b"prefill_cached_tokens", "prefill_worker_id", b"prefill_worker_id", "tpot_ms", b"tpot_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "compute_ms", b"compute_ms", "cost", b"cost", "decode_cached_tokens", b"decode_cached_tokens", "decode_worker_id", b"decode_worker_id", "delay_ms", b"delay_ms", "engine", b"engine", "fetch_ms", b"fetch_ms", "may_redraw", b"may_redraw", "note", b"note", "prefill_cached_tokens", b"prefill_cached_tokens", "prefill_worker_id", b"prefill_worker_id", "restore_ms", b"restore_ms", "tpot_ms", b"tpot_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

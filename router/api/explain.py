@@ -3,11 +3,12 @@ hold nothing of a prompt but its length."""
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from pdmesh.runtime.errors import InvalidArgument, NotFound
 from pdmesh.v1 import mesh_pb2
 from router.context import RouterContext
-from router.routing.cost_model import Prediction
+from router.routing.cost_model import Prediction, PromptWays
 from router.routing.decisions import Decision, cached_of
 from router.routing.filters import Candidate, NoPlacement, Placement, RoutingRequest
 from router.routing.routing_request import routing_request_of
@@ -96,11 +97,12 @@ def _against(chosen: Candidate, rival: Candidate) -> str:
 
 
 def _response(decisions: list[Decision]) -> mesh_pb2.ExplainResponse:
+    return mesh_pb2.ExplainResponse(decisions=[message_of(decision) for decision in decisions])
+
+
+def message_of(decision: Decision) -> mesh_pb2.Decision:
+    """Return a decision with its candidates, the chosen one first."""
     now_ns = timings.now_ns()
-    return mesh_pb2.ExplainResponse(decisions=[_decision(decision, now_ns) for decision in decisions])
-
-
-def _decision(decision: Decision, now_ns: int) -> mesh_pb2.Decision:
     placement = decision.placement
     chosen = placement.chosen
     candidates = sorted(placement.candidates, key=lambda c: (c is not chosen, c.order))[:MAX_CANDIDATES]
@@ -119,7 +121,22 @@ def _decision(decision: Decision, now_ns: int) -> mesh_pb2.Decision:
         decision_us=decision.decision_ns / 1e3,
         observed_ttft_ms=1e3 * (decision.observed_ttft_s or 0.0),
         observed_tpot_ms=1e3 * (decision.observed_tpot_s or 0.0),
+        **_reused(decision),
     )
+
+
+def _reused(decision: Decision) -> dict[str, Any]:
+    """Return what the prompt's worker had, fetched and restored, once it has said so; nothing for a decision made after that."""
+    took = decision.timings.prefill if decision.timings is not None else None
+    if took is None or decision.observed_ttft_s is None:
+        return {}
+    return {
+        "cached_tokens": took.num_cached_tokens,
+        "fetched_tokens": took.num_fetched_tokens,
+        "fetch_ms": took.fetch_ns / 1e6,
+        "restored_tokens": took.num_restored_tokens,
+        "restore_ms": took.restore_ns / 1e6,
+    }
 
 
 def _candidate(candidate: Candidate, decision: Decision, *, chosen: bool) -> mesh_pb2.Candidate:
@@ -138,13 +155,29 @@ def _candidate(candidate: Candidate, decision: Decision, *, chosen: bool) -> mes
     if predicted is not None:
         message.ttft_ms, message.tpot_ms = 1e3 * predicted.ttft_s, 1e3 * predicted.tpot_s
         message.delay_ms = 1e3 * predicted.delay_s
+        _add_ways(message, candidate.ways, predicted.ttft_s)
     return message
+
+
+def _add_ways(message: mesh_pb2.Candidate, ways: PromptWays | None, ttft_s: float) -> None:
+    """Set the TTFT that was predicted for each way to have the prompt computed. All ways have the same calls around them."""
+    if ways is None:
+        message.compute_ms = 1e3 * ttft_s
+        return
+    least_s = min(seconds for seconds in ways if seconds is not None)
+    message.compute_ms = 1e3 * (ttft_s + ways.compute_s - least_s)
+    if ways.restore_s is not None:
+        message.restore_ms = 1e3 * (ttft_s + ways.restore_s - least_s)
+    if ways.fetch_s is not None:
+        message.fetch_ms = 1e3 * (ttft_s + ways.fetch_s - least_s)
 
 
 def _note(candidate: Candidate, session_workers: Sequence[WorkerKey]) -> str:
     notes = [] if candidate.has_room else ["no room"]
     if session_workers and candidate.decode.key == session_workers[0]:
         notes.append("the session's last worker")
+    if candidate.ways is not None and candidate.ways.taken != "compute":
+        notes.append({"fetch": "fetches KV", "restore": "restores KV"}[candidate.ways.taken])
     if candidate.prediction is not None:
         notes += _predicted_notes(candidate.prediction)
     if any(view.latency is None for view in candidate.workers):

@@ -96,4 +96,7 @@ def _worker(worker: Worker, breakers: BreakerStatuses, now: float) -> mesh_pb2.W
         alive=worker.current is not None,
         report_age_ms=age_ms,
         breakers=breakers.of((worker.address, info.epoch)),
+        fetched_tokens=last.reuse.num_fetched_tokens,
+        restored_tokens=last.reuse.num_restored_tokens,
+        saved_s=last.reuse.saved_s,
     )

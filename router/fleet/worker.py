@@ -11,11 +11,13 @@ import grpc
 import grpc.aio
 
 from pdmesh.adapter_id import AdapterId
+from pdmesh.planning.latency_model import LatencyModel
 from pdmesh.v1 import common_pb2, decode_pb2_grpc, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 from router.fleet.change_notifier import Signal
 from router.fleet.decode_stream import DecodeStream, StreamSettings
 from router.fleet.heartbeat import SilenceDetector, SilenceLimits, Watchdog, being_cancelled, tick_s_of
 from router.routing import worker_reports
+from router.routing.cost_model import DEFAULT_CHUNK
 from router.routing.worker_snapshot import WorkerSnapshot
 
 MIN_BACKOFF_S = 0.05
@@ -34,6 +36,28 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
+class KVReuse:
+    """Count what a worker process fetched and restored for requests of this router. `saved_s`: computing that would have taken so
+    much longer, by its own latency model."""
+
+    num_fetched_tokens: int = 0
+    num_restored_tokens: int = 0
+    saved_s: float = 0.0
+
+    def add(self, timings: common_pb2.PrefillTimings, speed: LatencyModel | None, chunk: int) -> None:
+        """Add what one prompt took from elsewhere. `chunk`: the tokens of a step."""
+        num_moved = timings.num_fetched_tokens + timings.num_restored_tokens
+        took_s = (timings.fetch_ns + timings.restore_ns) / 1e9
+        if not num_moved and not took_s:
+            return
+        self.num_fetched_tokens += timings.num_fetched_tokens
+        self.num_restored_tokens += timings.num_restored_tokens
+        if speed is not None:
+            last = timings.num_cached_tokens
+            self.saved_s += speed.prefill_s(max(0, last - num_moved), last, chunk=chunk) - took_s
+
+
+@dataclass(eq=False)
 class Incarnation:
     """Hold a worker process as long as it is heard. `lost` is set when all of its streams are silent, and when its Watch stream
     has ended and cannot be opened again, or its stream of tokens has ended as well."""
@@ -44,6 +68,12 @@ class Incarnation:
     late_at: float = -math.inf  # monotonic seconds: when a heartbeat last came late
     lost: Signal = field(default_factory=Signal)
     described: worker_reports.Described = field(init=False)
+    reuse: KVReuse = field(default_factory=KVReuse)
+
+    def prefilled(self, timings: common_pb2.PrefillTimings) -> None:
+        """Count what it fetched and restored for a prompt."""
+        chunk = self.info.max_num_batched_tokens or DEFAULT_CHUNK
+        self.reuse.add(timings, worker_reports.latency_of(self.load), chunk)
 
     @property
     def longest_step_s(self) -> float:

@@ -1,5 +1,5 @@
 """The prefix index: how many tokens of a prompt each worker has cached, from workers' KV events and from what this router sent
-lately.
+lately; and how many it would have after it has restored what its tiers hold.
 
 A wrong or missing entry sends a request to a worker without the prefix, which computes it. That costs time, never correctness.
 """
@@ -7,175 +7,16 @@ A wrong or missing entry sends a request to a worker without the prefix, which c
 import asyncio
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import NamedTuple
 
 from pdmesh.v1 import common_pb2, worker_pb2
 from router.fleet.worker import Incarnation
+from router.kv_index.block_map import BlockMap, Level, WorkerSlots
 from router.routing.worker_reports import kind_of
 from router.routing.worker_snapshot import WorkerKey
 from router.tokenization.prepared_request import PreparedRequest
-
-# A bounded map from blocks to workers, with lookups whose cost does not depend on the number of workers.
-#
-# _masks   block hash → bit set of the slots of workers that have the block    match() is one `and` for each block of a prompt
-# _held    slot of a worker → its blocks, the oldest first                     dropping a worker touches its own blocks only
-
-EVICTED_SHARE = 16
-
-
-class Level(NamedTuple):
-    """Say that the workers in `holders`, a bit set of slots, have at least the first `num_blocks` blocks of a prompt."""
-
-    holders: int
-    num_blocks: int
-
-
-class BlockMap:
-    """Map short block hashes to workers, at most `max_entries` pairs. When it is full, the worker with most blocks loses its
-    oldest."""
-
-    def __init__(self, max_entries: int) -> None:
-        self._max_entries = max_entries
-        self._num_entries = 0
-        self._masks: dict[int, int] = {}
-        self._held: list[dict[int, None]] = []
-        self._workers: list[WorkerKey | None] = []
-        self._slots: dict[WorkerKey, int] = {}
-
-    def __len__(self) -> int:
-        """Return the number of pairs of a block and a worker."""
-        return self._num_entries
-
-    @property
-    def is_crowded(self) -> bool:
-        """Return whether evictions are near."""
-        return self._num_entries > self._max_entries // 8 * 7
-
-    def blocks_of(self, worker: WorkerKey) -> Collection[int]:
-        """Return the hashes of the worker's blocks, the oldest first."""
-        slot = self._slots.get(worker)
-        return () if slot is None else self._held[slot].keys()
-
-    def add(self, worker: WorkerKey, names: Sequence[int]) -> None:
-        """Add blocks of `worker`, given in the order of a prompt. The first blocks count as the youngest, since the later ones
-        are useless without them."""
-        slot = self._slot(worker)
-        held, bit = self._held[slot], 1 << slot
-        grown: dict[int, int] = {0: bit}  # equal masks share one int object, because each is as long as the number of workers
-        for name in reversed(names):
-            if name not in held:
-                held[name] = None
-                self._num_entries += 1
-                before = self._masks.get(name, 0)
-                self._masks[name] = grown.setdefault(before, before | bit)
-        while self._num_entries > self._max_entries:
-            self._evict()
-
-    def touch(self, worker: WorkerKey, names: Sequence[int]) -> None:
-        """Make those of the blocks that the worker has its youngest."""
-        slot = self._slots.get(worker)
-        if slot is not None:
-            held = self._held[slot]
-            for name in reversed(names):
-                if name in held:
-                    del held[name]
-                    held[name] = None
-
-    def remove(self, worker: WorkerKey, names: Iterable[int]) -> None:
-        """Remove blocks of `worker`; unknown ones are ignored."""
-        slot = self._slots.get(worker)
-        if slot is not None:
-            self._drop(slot, names)
-
-    def forget(self, worker: WorkerKey) -> None:
-        """Remove a worker that is gone, and free its slot."""
-        slot = self._slots.pop(worker, None)
-        if slot is not None:
-            self._drop(slot, list(self._held[slot]))
-            self._held[slot], self._workers[slot] = {}, None
-
-    def match(self, names: Sequence[int]) -> dict[WorkerKey, int]:
-        """Return the number of leading blocks that each worker has; workers with none are absent. O(blocks + workers found)."""
-        return self.workers_of(self.levels(names))
-
-    def levels(self, names: Sequence[int]) -> list[Level]:
-        """Return the levels of a prompt: each has more leading blocks, and a subset of the workers, than the one before.
-        O(blocks)."""
-        masks, found, holders = self._masks, list[Level](), -1
-        for number, name in enumerate(names):
-            left = holders & masks.get(name, 0)
-            if left != holders:
-                if number:
-                    found.append(Level(holders, number))
-                holders = left
-                if not holders:
-                    return found
-        if names:
-            found.append(Level(holders, len(names)))
-        return found
-
-    def workers_of(self, levels: Sequence[Level]) -> dict[WorkerKey, int]:
-        """Return all workers in the levels, each with its number of leading blocks."""
-        matched, deeper = dict[WorkerKey, int](), 0
-        for level in reversed(levels):
-            matched.update(dict.fromkeys(self._workers_in(level.holders & ~deeper), level.num_blocks))
-            deeper = level.holders
-        return matched
-
-    def depth_of(self, worker: WorkerKey, levels: Sequence[Level]) -> int:
-        """Return the number of leading blocks that `worker` has."""
-        slot = self._slots.get(worker)
-        if slot is None:
-            return 0
-        above, below = 0, len(levels)
-        while above < below:  # faster than `bisect` with a key function: placement asks about every candidate
-            middle = (above + below) // 2
-            if levels[middle].holders >> slot & 1:
-                above = middle + 1
-            else:
-                below = middle
-        return levels[above - 1].num_blocks if above else 0
-
-    def _workers_in(self, mask: int) -> Iterator[WorkerKey]:
-        bits = f"{mask:b}"[::-1]
-        slot = bits.find("1")
-        while slot >= 0:
-            worker = self._workers[slot]
-            if worker is not None:  # removed since the levels were made
-                yield worker
-            slot = bits.find("1", slot + 1)
-
-    def _slot(self, worker: WorkerKey) -> int:
-        slot = self._slots.get(worker)
-        if slot is None:
-            slot = self._workers.index(None) if None in self._workers else len(self._workers)
-            if slot == len(self._workers):
-                self._workers.append(None)
-                self._held.append({})
-            self._slots[worker], self._workers[slot] = slot, worker
-        return slot
-
-    def _drop(self, slot: int, names: Iterable[int]) -> None:
-        held, bit, shrunk = self._held[slot], 1 << slot, dict[int, int]()
-        for name in names:
-            if name in held:
-                del held[name]
-                self._num_entries -= 1
-                before = self._masks[name]
-                after = shrunk.setdefault(before, before & ~bit)
-                if after:
-                    self._masks[name] = after
-                else:
-                    del self._masks[name]
-
-    def _evict(self) -> None:
-        slot = max(range(len(self._held)), key=lambda slot: len(self._held[slot]))
-        count = max(1, len(self._held[slot]) // EVICTED_SHARE)  # several at once, because the front of a dict is slow to find
-        self._drop(slot, list(islice(self._held[slot], count)))
-
 
 # Cached tokens of one prompt by worker.
 #
@@ -314,8 +155,19 @@ FRESH_S = 0.005
 SLICE_BLOCKS = 1000
 
 
-class _LookedUp(NamedTuple):
+NO_TOKENS: Mapping[WorkerKey, int] = {}
+
+
+class PromptTokens(NamedTuple):
+    """Hold what workers have of a prompt, in tokens; workers with none are absent. `cached` are in the worker's pool;
+    `restorable` are in its pool or its tiers, as far as KV events say. It is empty while no worker has tiers."""
+
     cached: Mapping[WorkerKey, int]
+    restorable: Mapping[WorkerKey, int]
+
+
+class _LookedUp(NamedTuple):
+    tokens: PromptTokens
     version: int
     at: float
 
@@ -324,8 +176,10 @@ class PrefixIndex:
     """Index the prefix caches of all workers, as far as this router knows them."""
 
     def __init__(self, max_blocks: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """Create the index. `max_blocks` bounds the pairs from KV events, and apart from them the pairs from sent prompts."""
-        self.told = BlockMap(max_blocks)
+        """Create the index. `max_blocks` bounds the pairs from KV events, and apart from them those of tiers, and the pairs from
+        sent prompts."""
+        slots = WorkerSlots()
+        self.told, self.tiers = BlockMap(max_blocks, slots), BlockMap(max_blocks, slots)
         self._sent = PrefixMemory(max_blocks, IN_FLIGHT_S)
         self._clock = clock
         self._alive: set[WorkerKey] = set()
@@ -336,15 +190,27 @@ class PrefixIndex:
 
     def cached_tokens(self, prepared: PreparedRequest) -> Mapping[WorkerKey, int]:
         """Return the cached tokens of the prompt by worker; workers with none are absent. Use the result at once."""
+        return self.look_up(prepared).cached
+
+    def look_up(self, prepared: PreparedRequest) -> PromptTokens:
+        """Return what workers have of the prompt. Use the result at once."""
         now = self._clock()
         known = self._looked_up.get(prepared)
         if known is not None and known.version == self._version and now - known.at < FRESH_S:
-            return known.cached
+            return known.tokens
         maps = (self.told, *self._sent.maps(now))
         parts = [part for info in self._kinds.values() for part in _parts(prepared, info, maps)]
-        cached = together(parts)
-        self._looked_up[prepared] = _LookedUp(cached, self._version, now)
-        return cached
+        tokens = PromptTokens(together(parts), self._restorable(prepared) if len(self.tiers) else NO_TOKENS)
+        self._looked_up[prepared] = _LookedUp(tokens, self._version, now)
+        return tokens
+
+    def _restorable(self, prepared: PreparedRequest) -> Mapping[WorkerKey, int]:
+        parts = []
+        for info in self._kinds.values():
+            levels = self.told.levels_of_either(self.tiers, _names(prepared, info))
+            if levels:
+                parts.append(Part(self.told, levels, info.layout.block_size))
+        return together(parts)
 
     def remember(self, prepared: PreparedRequest, incarnations: Iterable[Incarnation]) -> None:
         """Record that the prompt's blocks are, or will soon be, on these workers. A worker that is gone is ignored, since nothing
@@ -374,8 +240,9 @@ class PrefixIndex:
         if worker not in self._alive:
             return
         self._sent.record(worker, names, self._clock(), keep=worker not in self._followed)
-        if self.told.is_crowded:
-            self.told.touch(worker, names)
+        for blocks in (self.told, self.tiers):
+            if blocks.is_crowded:
+                blocks.touch(worker, names)
 
     def set_workers(self, infos: Iterable[worker_pb2.WorkerInfo]) -> None:
         """Set the live workers: a prompt is looked up under the hash root of each kind among them."""
@@ -384,29 +251,41 @@ class PrefixIndex:
         self._alive = {(info.address, info.epoch) for info in alive}
         self._version += 1
 
-    def apply(self, worker: WorkerKey, stored: Sequence[int], evicted: Iterable[int]) -> None:
-        """Apply what a worker's cache has gained and lost."""
+    def apply(
+        self,
+        worker: WorkerKey,
+        stored: Sequence[int],
+        evicted: Iterable[int],
+        tier_stored: Sequence[int] = (),
+        tier_evicted: Iterable[int] = (),
+    ) -> None:
+        """Apply what a worker's cache and its tiers have gained and lost."""
         self.told.add(worker, stored)
         self.told.remove(worker, evicted)
+        if tier_stored:
+            self.tiers.add(worker, tier_stored)
+        self.tiers.remove(worker, tier_evicted)
         self._version += 1
 
-    async def replace(self, worker: WorkerKey, names: Sequence[int]) -> None:
-        """Set all blocks of a worker's cache. It works in slices, so that streams go on meanwhile; nothing else may change this
-        worker then."""
-        kept = set(names)
+    async def replace(self, worker: WorkerKey, names: Sequence[int], tier_names: Sequence[int] = ()) -> None:
+        """Set all blocks of a worker's cache, and those of its tiers. It works in slices, so that streams go on meanwhile;
+        nothing else may change this worker then."""
         await self._remove(self._sent.kept, worker, list(self._sent.kept.blocks_of(worker)))
-        await self._remove(self.told, worker, [name for name in self.told.blocks_of(worker) if name not in kept])
-        for end in range(len(names), 0, -SLICE_BLOCKS):
-            self.told.add(worker, names[max(0, end - SLICE_BLOCKS) : end])
-            self._version += 1
-            await asyncio.sleep(0)
+        for blocks, wanted in ((self.told, names), (self.tiers, tier_names)):
+            kept = set(wanted)
+            await self._remove(blocks, worker, [name for name in blocks.blocks_of(worker) if name not in kept])
+            for end in range(len(wanted), 0, -SLICE_BLOCKS):
+                blocks.add(worker, wanted[max(0, end - SLICE_BLOCKS) : end])
+                self._version += 1
+                await asyncio.sleep(0)
 
     async def forget(self, worker: WorkerKey) -> None:
         """Remove a worker, or this incarnation of it, in slices as `replace`."""
         self._followed.discard(worker)
-        for blocks in (self.told, self._sent.kept):
+        for blocks in (self.told, self.tiers, self._sent.kept):
             await self._remove(blocks, worker, list(blocks.blocks_of(worker)))
         self.told.forget(worker)
+        self.tiers.forget(worker)
         self._sent.forget(worker)
         self._version += 1
 

@@ -29,6 +29,8 @@ READ_GAP_S = 0.02
 DOWN_PERIOD_S = 0.25
 LIST_TIMEOUT_S = 10.0
 MAX_LISTS = 4
+MAX_TIER_BLOCKS = 1 << 22
+"""Most blocks that a worker may say its tiers hold: some 128 GB of a small model's KV, and 32 MB of hashes here while listed."""
 FIRST_LIST_GAP_S, MAX_LIST_GAP_S = 0.5, 60.0
 _NEVER_AGAIN = (grpc.StatusCode.UNIMPLEMENTED,)
 
@@ -122,7 +124,8 @@ class PrefixFollower:
             logger.info("changes %d to %d of %s's blocks are missing", position + 1, entry.sequence - 1, followed.info.worker_id)
             self._list(followed)
         else:
-            self._index.apply(followed.key, entry.change.stored, entry.change.evicted)
+            change = entry.change
+            self._index.apply(followed.key, change.stored, change.evicted, change.tier_stored, change.tier_evicted)
             followed.position, followed.list_gap_s = entry.sequence, 0.0
 
     def _forget(self, followed: Followed) -> None:
@@ -177,8 +180,8 @@ class PrefixFollower:
         """List once. Raises InvalidList, AioRpcError; CancelledError also when only the call is cancelled, as its channel
         closes."""
         async with self._lists:
-            sequence, names = await _all_blocks(followed)
-        await self._index.replace(followed.key, names)
+            sequence, names, tier_names = await _all_blocks(followed)
+        await self._index.replace(followed.key, names, tier_names)
         followed.position = sequence
         self._tell_followed()
 
@@ -224,9 +227,10 @@ def _key_of(worker: Worker) -> WorkerKey | None:
     return None if worker.current is None else (worker.address, worker.current.info.epoch)
 
 
-async def _all_blocks(followed: Followed) -> tuple[int, list[int]]:
-    """Return sequence number and block hashes. Raises InvalidList, AioRpcError."""
+async def _all_blocks(followed: Followed) -> tuple[int, list[int], list[int]]:
+    """Return sequence number, and the hashes of the blocks in the pool and in the tiers. Raises InvalidList, AioRpcError."""
     names: list[int] = []
+    tier_names: list[int] = []
     sequence: int | None = None
     call = followed.worker.list_blocks(LIST_TIMEOUT_S)
     try:
@@ -239,8 +243,11 @@ async def _all_blocks(followed: Followed) -> tuple[int, list[int]]:
             names.extend(part.blocks)
             if len(names) > followed.info.num_blocks:
                 raise InvalidList(f"blocks are more than the worker's num_blocks, {followed.info.num_blocks}")
+            tier_names.extend(part.tier_blocks)
+            if len(tier_names) > MAX_TIER_BLOCKS:
+                raise InvalidList(f"tier_blocks are more than {MAX_TIER_BLOCKS}")
             if part.is_last:
-                return sequence, names
+                return sequence, names, tier_names
     finally:
         call.cancel()  # drops further messages
     raise InvalidList("is_last is in no part")

@@ -228,6 +228,7 @@ class DecodeSession:
         parts.kv_bytes, parts.transport = event.kv_bytes, event.transport
         if event.HasField("local_prefill"):
             self._timings.prefilled(event.local_prefill)
+            self._incarnation.prefilled(event.local_prefill)
 
     def _failure(self, event: decode_pb2.RequestEvent) -> WorkerLost | MeshError:
         if event.code == grpc.StatusCode.DATA_LOSS.value[0]:  # every worker would compute the same

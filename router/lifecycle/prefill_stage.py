@@ -255,6 +255,7 @@ class PrefillCall:
         if not self._dispatch.started and not fetch_s:  # else an unknown part is cached
             self._core.hedging.times.record(prefill.sent.tokens, seconds)
         self._timings.prefilled(first.timings)
+        prefill.incarnation.prefilled(first.timings)
         wants_logprobs = self._request.prepared.sampling.HasField("logprobs")
         self._session.deliver_first([_chunk_of(token, wants_logprobs=wants_logprobs) for token in first.tokens])
 

@@ -65,6 +65,23 @@ class Prediction(NamedTuple):
     spares: bool = True
 
 
+class PromptWays(NamedTuple):
+    """Hold in how many seconds a worker would have the prompt computed, prompts ahead of it included, if it computes what its pool
+    lacks; if it restores first what its tiers hold; and if it fetches first what another worker has. None: it cannot. The least
+    counts."""
+
+    compute_s: float
+    restore_s: float | None = None
+    fetch_s: float | None = None
+
+    @property
+    def taken(self) -> str:
+        """Return which is the least: compute, restore or fetch."""
+        known = {"compute": self.compute_s, "restore": self.restore_s, "fetch": self.fetch_s}
+        found = [(seconds, name) for name, seconds in known.items() if seconds is not None]
+        return min(found, key=lambda each: each[0])[1]
+
+
 class Overhead(NamedTuple):
     """Hold a pair's time beyond steps: `before_s` the first token (reservation, calls, return), `after_s` it until decode runs.
 

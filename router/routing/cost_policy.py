@@ -11,7 +11,7 @@ prefix. Among candidates that cost the same the last workers of the request's se
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from router.routing.cost_model import (
     Overheads,
     Prediction,
     PromptSide,
+    PromptWays,
     WorkerEstimate,
     is_saturated,
     miss,
@@ -43,7 +44,7 @@ from router.routing.filters import (
     no_partner,
 )
 from router.routing.fleet_snapshot import FleetSnapshot, Pool, Ranking
-from router.routing.worker_snapshot import Mode, WorkerSnapshot
+from router.routing.worker_snapshot import Mode, WorkerKey, WorkerSnapshot
 
 # The prediction of a candidate from two parts, one for each worker: bit for bit the numbers of `local` and `remote` in
 # `router/routing/cost_model.py`. Dozens of candidates are compared for a request, and each worker is part of several. Pure.
@@ -54,7 +55,8 @@ _new = tuple.__new__  # as in router/routing/cost_model.py
 
 class PromptPart(NamedTuple):
     """Hold the part of a prediction that depends only on the worker that computes the prompt. `work_s`: the prompt's steps;
-    `more_s`: what it adds to the TPOT of sequences there; `misses`: their missed objectives."""
+    `more_s`: what it adds to the TPOT of sequences there; `misses`: their missed objectives. `ways` that were compared; None:
+    computing was the only one."""
 
     ahead_s: float
     compute_s: float
@@ -64,6 +66,7 @@ class PromptPart(NamedTuple):
     more_s: float
     misses: float
     spares: bool
+    ways: PromptWays | None = None
 
 
 class OutputPart(NamedTuple):
@@ -89,7 +92,7 @@ def prompt_part(prompt: PromptSide, expected: float, goals: Goals) -> PromptPart
     more_s = 0.0 if is_paced else own_s / (expected if expected > 1.0 else 1.0)
     misses = rows * miss(tpot_s + more_s, goals.running_tpot_s) if rows else 0.0
     lost = rows * own_s * (SPARED if is_paced else 1.0)
-    return _new(PromptPart, (ahead_s, compute_s, own_s, own_s + fixed_s, lost, more_s, misses, is_paced or not rows))
+    return _new(PromptPart, (ahead_s, compute_s, own_s, own_s + fixed_s, lost, more_s, misses, is_paced or not rows, None))
 
 
 def output_part(output: OutputSide, expected: float, goals: Goals) -> OutputPart:
@@ -148,6 +151,8 @@ SHORTLIST, LARGE_FLEET, SHORTLIST_OF_LARGE = 4, 64, 2
 THOROUGH = 256
 FETCH_S = 0.004
 """What it takes to fetch KV beside its bytes: two calls and a hello (prefill_service/kv_pull.py)."""
+RESTORE_S = 0.001
+"""What it takes to restore KV from a worker's tiers beside its bytes: commands to the engine."""
 MAX_CACHED_ON = 64
 """When more workers than this have a part of the prompt cached, the shortlists contain good ones anyway."""
 
@@ -246,6 +251,8 @@ class _CandidateSearch:
         "_pool",
         "_pressure",
         "_prompts",
+        "_restorable",
+        "_restoring",
         "_routing_request",
     )  # fmt: skip
 
@@ -259,21 +266,34 @@ class _CandidateSearch:
         self._outputs: dict[WorkerEstimate, OutputPart] = {}
         self._cached_on: list[WorkerEstimate] | None = None
         self._fetching: dict[WorkerEstimate, PromptPart] = {}
-        cached = routing_request.cached_tokens
+        self._restoring: dict[WorkerEstimate, PromptPart] = {}
+        cached, self._restorable = routing_request.cached_tokens, routing_request.restorable_tokens
         self._held = min(max(cached.values(), default=0), routing_request.num_tokens - 1) if len(cached) <= MAX_CACHED_ON else 0
 
     def cached_on(self, ranking: Ranking) -> list[WorkerEstimate]:
-        """Return the workers with the longest cached prefix; if very many have one, only of those that `ranking` puts first."""
-        cached, estimates = self._routing_request.cached_tokens, self._pool.estimates
-        if not cached:
+        """Return the workers with the longest cached prefix, and those with the longest one in pool and tiers; if very many have
+        one, only of those that `ranking` puts first."""
+        cached = self._routing_request.cached_tokens
+        if not cached and not self._restorable:
             return []
-        if len(cached) > MAX_CACHED_ON:
-            some = islice(_ranked(self._pool, ranking), MAX_CACHED_ON)
-            return self._longest([(cached[estimate.key], estimate.key[0]) for estimate in some if estimate.key in cached])
+        if len(cached) > MAX_CACHED_ON or len(self._restorable) > MAX_CACHED_ON:
+            return self._with_prefix(cached, ranking)
         if self._cached_on is None:
-            known = ((tokens, estimates.get(key[0]), key) for key, tokens in cached.items())
-            self._cached_on = self._longest([(tokens, key[0]) for tokens, worker, key in known if worker and worker.key == key])
+            self._cached_on = self._with_prefix(cached, ranking)
         return self._cached_on
+
+    def _with_prefix(self, cached: Mapping[WorkerKey, int], ranking: Ranking) -> list[WorkerEstimate]:
+        found = self._most_of(cached, ranking)
+        return _union(found, self._most_of(self._restorable, ranking)) if self._restorable else found
+
+    def _most_of(self, tokens_of: Mapping[WorkerKey, int], ranking: Ranking) -> list[WorkerEstimate]:
+        """Return the workers with most tokens."""
+        estimates = self._pool.estimates
+        if len(tokens_of) > MAX_CACHED_ON:
+            some = islice(_ranked(self._pool, ranking), MAX_CACHED_ON)
+            return self._longest([(tokens_of[estimate.key], estimate.key[0]) for estimate in some if estimate.key in tokens_of])
+        known = ((tokens, estimates.get(key[0]), key) for key, tokens in tokens_of.items())
+        return self._longest([(tokens, key[0]) for tokens, worker, key in known if worker and worker.key == key])
 
     def of_session(self) -> list[WorkerEstimate]:
         """Return the decode worker on which the request's session was last, if it is in this pool."""
@@ -296,12 +316,14 @@ class _CandidateSearch:
     def local(self, decodes: Iterable[WorkerEstimate]) -> list[Candidate]:
         """Return a LOCAL candidate for each decode worker."""
         found, goals, gaps = list[Candidate](), self._goals, self._gaps
+        part_of = self._restoring_part if self._restorable else self._prompt_part
         for estimate in decodes:
-            view = estimate.view
+            view, part = estimate.view, part_of(estimate)
             over = self._overheads.between(None, view)
-            predicted = local_prediction(self._prompt_part(estimate), self._output_part(estimate), over, gaps, goals)
+            predicted = local_prediction(part, self._output_part(estimate), over, gaps, goals)
             cost = cost_s(predicted, self._expected, self._pressure) + view.penalty_s
-            found.append(_new(Candidate, (view, None, cost, has_room_now(estimate, self._routing_request), predicted)))
+            has_room = has_room_now(estimate, self._routing_request)
+            found.append(_new(Candidate, (view, None, cost, has_room, predicted, part.ways)))
         return found
 
     def remote(self, decodes: Iterable[WorkerEstimate], prefills: Iterable[WorkerEstimate]) -> list[Candidate]:
@@ -315,10 +337,10 @@ class _CandidateSearch:
         for decode in outputs[: self._count]:
             has_room, view, output = has_room_now(decode, self._routing_request), decode.view, self._outputs[decode]
             for prefill in self._partners(prompts, view):
-                other = prefill.view
-                predicted = remote_prediction(parts[prefill], output, between(other, view), gaps, goals)
+                other, part = prefill.view, parts[prefill]
+                predicted = remote_prediction(part, output, between(other, view), gaps, goals)
                 cost = cost_s(predicted, expected, pressure) + view.penalty_s + other.penalty_s
-                found.append(_new(Candidate, (view, other, cost, has_room, predicted)))
+                found.append(_new(Candidate, (view, other, cost, has_room, predicted, part.ways)))
         return found
 
     def _partners(self, prompts: Sequence[WorkerEstimate], decode: WorkerSnapshot) -> list[WorkerEstimate]:
@@ -355,19 +377,39 @@ class _CandidateSearch:
         return known
 
     def _fetching_part(self, estimate: WorkerEstimate) -> PromptPart:
-        """Return the prompt part of a prefill worker, which may fetch what another worker has cached."""
+        """Return the prompt part of a prefill worker, which may fetch what another worker has cached, or restore what its tiers
+        hold."""
         known = self._fetching.get(estimate)
+        if known is None:
+            known = self._restoring_part(estimate) if self._restorable else self._prompt_part(estimate)
+            view = estimate.view
+            missing = self._held - self._routing_request.cached_tokens.get(estimate.key, 0)
+            if view.fetch_token_s and missing >= view.block_size:
+                fetched = self._part_after(estimate, self._held, FETCH_S + missing * view.fetch_token_s)
+                ways = known.ways or PromptWays(known.compute_s)
+                known = min(known, fetched, key=_compute_s)._replace(ways=ways._replace(fetch_s=fetched.compute_s))
+            self._fetching[estimate] = known
+        return known
+
+    def _restoring_part(self, estimate: WorkerEstimate) -> PromptPart:
+        """Return the prompt part of a worker that may restore what its tiers hold."""
+        known = self._restoring.get(estimate)
         if known is None:
             known = self._prompt_part(estimate)
             routing_request, view = self._routing_request, estimate.view
-            missing = self._held - routing_request.cached_tokens.get(estimate.key, 0)
-            if view.fetch_token_s and missing >= view.block_size:
-                side = estimate.prompt_side(routing_request.num_tokens, self._held, self._now)
-                fetch_s = FETCH_S + missing * view.fetch_token_s
-                fetched = prompt_part(side._replace(compute_s=side.compute_s + fetch_s), self._expected, self._goals)
-                known = min(known, fetched, key=_compute_s)
-            self._fetching[estimate] = known
+            restorable = min(self._restorable.get(estimate.key, 0), routing_request.num_tokens - 1)
+            missing = restorable - routing_request.cached_tokens.get(estimate.key, 0)
+            if view.restore_token_s and missing >= view.block_size:
+                restored = self._part_after(estimate, restorable, RESTORE_S + missing * view.restore_token_s)
+                ways = PromptWays(known.compute_s, restored.compute_s)
+                known = min(known, restored, key=_compute_s)._replace(ways=ways)
+            self._restoring[estimate] = known
         return known
+
+    def _part_after(self, estimate: WorkerEstimate, num_cached: int, seconds: float) -> PromptPart:
+        """Return the prompt part of a worker on which `num_cached` tokens will be cached after these seconds."""
+        side = estimate.prompt_side(self._routing_request.num_tokens, num_cached, self._now)
+        return prompt_part(side._replace(compute_s=side.compute_s + seconds), self._expected, self._goals)
 
     def _output_part(self, estimate: WorkerEstimate) -> OutputPart:
         known = self._outputs.get(estimate)

@@ -12,13 +12,14 @@ from typing import NamedTuple
 from kvtransfer.layout import Layout, Transports
 from pdmesh.adapter_id import AdapterId
 from pdmesh.runtime.errors import CONTEXT_OVERFLOW, TOO_MANY_CHOICES
-from router.routing.cost_model import Prediction, WorkerEstimate
+from router.routing.cost_model import Prediction, PromptWays, WorkerEstimate
 from router.routing.worker_snapshot import Mode, WorkerKey, WorkerSnapshot
 
 
 @dataclass(slots=True)
 class RoutingRequest:
-    """Hold what a request needs. `cached_tokens` by worker; `kind` pins the kind of worker that the request started on;
+    """Hold what a request needs. `cached_tokens` by worker; `restorable_tokens`: those that it has in its pool or its tiers, empty
+    while no worker has tiers; `kind` pins the kind of worker that the request started on;
     `session_workers`: the last ones of its session, the decode worker first, which are taken among equals.
 
     It is never changed. It is not frozen, because each decision makes one and freezing takes three times as long.
@@ -42,6 +43,7 @@ class RoutingRequest:
     running_tpot_goal_s: float | None = None
     adapter: AdapterId | None = None
     session_workers: tuple[WorkerKey, ...] = ()
+    restorable_tokens: Mapping[WorkerKey, int] = field(default_factory=dict)
 
     def uncached(self, worker: WorkerSnapshot) -> int:
         """Return the tokens that `worker` has to compute or receive: at least one, as the last is never served from cache."""
@@ -54,13 +56,15 @@ def is_away(worker: WorkerSnapshot | None, routing_request: RoutingRequest) -> b
 
 
 class Candidate(NamedTuple):
-    """Hold a scored pair; LOCAL without `prefill`. `prediction` is None under policies that predict nothing."""
+    """Hold a scored pair; LOCAL without `prefill`. `prediction` is None under policies that predict nothing, `ways` where there
+    is nothing to fetch or to restore."""
 
     decode: WorkerSnapshot
     prefill: WorkerSnapshot | None
     cost: float
     has_room: bool
     prediction: Prediction | None = None
+    ways: PromptWays | None = None
 
     @property
     def workers(self) -> tuple[WorkerSnapshot, ...]:

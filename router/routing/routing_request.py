@@ -27,12 +27,13 @@ def routing_request_of(
     num_emitted = max((len(choice.token_ids) for choice in emitted), default=0)
     ttft_goal_ms, tpot_goal_ms = goals_ms(core, prepared)
     running_tpot_ms = objective.tpot_ms if objective is not None else 0
+    held = core.prefixes.look_up(prepared)
     return RoutingRequest(
         model=prepared.model.name,
         num_tokens=len(prepared.prompt) + num_emitted,
         num_choices=prepared.num_choices,
         max_total_tokens=len(prepared.prompt) + prepared.sampling.max_tokens,
-        cached_tokens=core.prefixes.cached_tokens(prepared),
+        cached_tokens=held.cached,
         mode=Mode.LOCAL if several_under_way else prepared.mode,
         kind=kind,
         excluded_decode=excluded_decode,
@@ -43,6 +44,7 @@ def routing_request_of(
         running_tpot_goal_s=_seconds(running_tpot_ms),
         adapter=prepared.adapter,
         session_workers=core.sessions.workers_of(prepared, core.fleet.is_gone) if prepared.session_id else (),
+        restorable_tokens=held.restorable,
     )
 
 

@@ -15,7 +15,8 @@ from router.routing.worker_snapshot import WorkerSnapshot
 MAX_PACE_S, MAX_SLACK_S = 1e4, 3600.0
 """Limits of the reported TPOT objective and slack of a worker's sequences; a report above them is ignored."""
 MAX_FETCH_S = 1.0
-"""Limit of the reported time to fetch a token's KV; a worker that reports more is taken for one that fetches none."""
+"""Limit of the reported times to fetch and to restore a token's KV; a worker that reports more is taken for one that fetches
+none, or has no tiers."""
 NO_ADAPTERS: frozenset[AdapterId] = frozenset()
 MAX_PER_ROW = 256.0
 """Limit of the tokens of one sequence in a step; a report above it is ignored, too."""
@@ -56,6 +57,7 @@ class Described(NamedTuple):
     shares_prompts: bool = True
     can_embed: bool = True
     fetch_token_s: float = 0.0
+    restore_token_s: float = 0.0
 
 
 class Counted(NamedTuple):
@@ -93,7 +95,8 @@ def describe(info: worker_pb2.WorkerInfo) -> Described:
         is_reproducible=worker_pb2.ENGINE_LACK_REPRODUCIBLE not in info.lacks,
         shares_prompts=worker_pb2.ENGINE_LACK_PROMPT_SHARES not in info.lacks,
         can_embed=worker_pb2.ENGINE_LACK_EMBEDDINGS not in info.lacks,
-        fetch_token_s=info.fetch_token_s if 0 < info.fetch_token_s <= MAX_FETCH_S else 0.0,
+        fetch_token_s=_token_s(info.fetch_token_s),
+        restore_token_s=_token_s(info.restore_token_s),
     )
 
 
@@ -148,7 +151,12 @@ def snapshot_of(
         shares_prompts=described.shares_prompts,
         can_embed=described.can_embed,
         fetch_token_s=described.fetch_token_s,
+        restore_token_s=described.restore_token_s,
     )
+
+
+def _token_s(reported_s: float) -> float:
+    return reported_s if 0 < reported_s <= MAX_FETCH_S else 0.0
 
 
 def latency_of(load: worker_pb2.LoadReport) -> LatencyModel | None:

@@ -45,6 +45,7 @@ class StatusReader:
         readings.put(metrics.MISMATCHES, core.num_token_mismatches)
         readings.put(metrics.REDRAWN, core.num_redrawn_tokens)
         readings.put(metrics.PREFIX_BLOCKS, len(core.prefixes.told))
+        readings.put(metrics.TIER_BLOCKS, len(core.prefixes.tiers))
         readings.put(metrics.REGISTRY, self._registry_connected())
 
     def _read_admission(self, readings: Readings) -> None:

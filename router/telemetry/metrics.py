@@ -59,7 +59,11 @@ REQUESTS = counter(
     "Requests that have ended; ttft_met and tpot_met: true, false, or none without an objective or a measurement",
     (*CLASS, "mode", "error.type", "ttft_met", "tpot_met"),
 )
-TOKENS = counter("pdmesh.tokens", "Tokens of requests that have ended: input, output, and cached of the input", (*CLASS, "type"))
+TOKENS = counter(
+    "pdmesh.tokens",
+    "Tokens of requests that have ended: input, output, cached of the input, and of those fetched and restored for the request",
+    (*CLASS, "type"),
+)
 TTFT_PART = histogram(
     "pdmesh.ttft.part", "Parts of the time to the first token; they add up", _PART_S, (MODEL, "priority", "part"), unit="s"
 )
@@ -107,6 +111,7 @@ BREAKER_OPEN = gauge("pdmesh.breaker.open", "1: this router ejects the worker", 
 EJECTIONS = counter("pdmesh.breaker.ejections", "Ejections of the worker by this router", ("worker", "role"))
 REGISTRY = gauge("pdmesh.registry.connected", "1: the registry answers")
 PREFIX_BLOCKS = gauge("pdmesh.prefix.index.blocks", "Prompt blocks in the prefix index; a block on two workers counts twice")
+TIER_BLOCKS = gauge("pdmesh.prefix.index.tier.blocks", "The same of workers' tiers, beneath their block pools")
 
 PER_REQUEST = (
     DURATION, TTFT, TPOT, TOKEN_USAGE, REQUESTS, TOKENS, TTFT_PART, HANDOFF_PART, RETRIES, RESUBMISSIONS, PREDICTION_ERROR,
@@ -115,7 +120,7 @@ PER_REQUEST = (
 AT_SCRAPE = (
     DECISIONS, MIGRATIONS, HEDGES, MISMATCHES, REDRAWN, ARRIVALS, ADMITTED, WAITED, REFUSED, INFLIGHT, QUEUED, MAX_INFLIGHT,
     MAX_QUEUED, UNPLACED, UNPLACED_AGE, OBJECTIVE, OBJECTIVE_SHARE, WORKERS, REPORT_AGE, BREAKER_OPEN, EJECTIONS, REGISTRY,
-    PREFIX_BLOCKS,
+    PREFIX_BLOCKS, TIER_BLOCKS,
 )  # fmt: skip
 ALL = (*PER_REQUEST, *AT_SCRAPE)
 
@@ -271,7 +276,8 @@ class RequestMetrics:
         for kind, number in (("input", num_input), ("output", num_output_tokens)):
             self.metrics.observe(TOKEN_USAGE, number, _operation(prepared), PROVIDER_NAME, model, kind)
         cached = min(parts.prefill_cached_tokens, num_input)
-        for kind, number in (("input", num_input), ("output", num_output_tokens), ("cached", cached)):
+        moved = (("fetched", parts.fetched_tokens), ("restored", parts.restored_tokens))
+        for kind, number in (("input", num_input), ("output", num_output_tokens), ("cached", cached), *moved):
             self.metrics.add(TOKENS, number, *_class_of(prepared), kind)
         self.metrics.add(RETRIES, parts.num_retries, model)
         self.metrics.add(RESUBMISSIONS, parts.num_resubmissions, model)

@@ -185,6 +185,8 @@ def _timing_attributes(parts: mesh_pb2.Timings) -> Mapping[str, Value]:
         "pdmesh.decode.worker": parts.decode_worker,
         "pdmesh.prefill.worker": parts.prefill_worker,
         "pdmesh.cached_tokens": parts.prefill_cached_tokens,
+        "pdmesh.fetched_tokens": parts.fetched_tokens,
+        "pdmesh.restored_tokens": parts.restored_tokens,
         "pdmesh.kv.bytes": parts.kv_bytes,
         "pdmesh.kv.transport": parts.transport,
         "pdmesh.retries": parts.num_retries,

@@ -397,6 +397,8 @@ class RequestTimings:
         if self.prefill is None:
             self.prefill = timings
             self.parts.prefill_cached_tokens = timings.num_cached_tokens
+            self.parts.fetched_tokens = timings.num_fetched_tokens
+            self.parts.restored_tokens = timings.num_restored_tokens
 
     def handed(self, choice: int, num_tokens: int) -> None:
         """Record that a delta with `num_tokens` tokens of `choice` is handed to gRPC (per-token path)."""

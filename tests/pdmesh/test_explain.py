@@ -62,3 +62,19 @@ def test_lines_of_one_that_predicts_nothing() -> None:
 
 def test_status_without_predictions_says_nothing_of_them() -> None:
     assert not any("prediction" in line for line in plain(*status_lines(mesh_pb2.GetStatusResponse(router_id="r"))))
+
+
+def test_ways_and_what_came_are_shown() -> None:
+    candidates = [
+        mesh_pb2.Candidate(decode_worker_id="d0", prefill_worker_id="p0", chosen=True, ttft_ms=40, compute_ms=210, fetch_ms=40),
+        mesh_pb2.Candidate(decode_worker_id="d0", ttft_ms=90, compute_ms=210, restore_ms=90),
+        mesh_pb2.Candidate(decode_worker_id="d1", ttft_ms=210, compute_ms=210),
+    ]
+    decision = mesh_pb2.Decision(request_id="r", reason="because", candidates=candidates, num_tokens=900)
+    *_, head, fetched, restored = plain(*decision_lines(decision))
+    assert head.split() == "DECODE PREFILL TTFT IF COMPUTED IF FETCHED IF RESTORED TAKEN".split()
+    assert fetched.split() == ["d0", "←", "p0", "210", "ms", "40.0", "ms", "fetch"]
+    assert restored.split() == ["d0", "(local)", "210", "ms", "90.0", "ms", "restore"]
+    decision.observed_ttft_ms, decision.cached_tokens, decision.fetched_tokens, decision.fetch_ms = 42.0, 800, 640, 21.5
+    decision.restore_ms = 3.0  # and nothing came
+    assert plain(*decision_lines(decision))[-1] == "of 900 tokens 800 were cached: 640 fetched in 21.5 ms, 0 restored in 3.0 ms"

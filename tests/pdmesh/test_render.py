@@ -123,6 +123,20 @@ def test_timings_report_of_a_local_request_with_one_token() -> None:
     assert "decode-0 prefilled the prompt itself" in text and "first gap" not in text and "one token" in text
 
 
+def test_status_says_what_fetching_and_restoring_saved() -> None:
+    workers = [
+        mesh_pb2.WorkerStatus(
+            info=worker_pb2.WorkerInfo(worker_id="p0"), fetched_tokens=1200, restored_tokens=340, saved_s=-2.25
+        ),
+        mesh_pb2.WorkerStatus(info=worker_pb2.WorkerInfo(worker_id="d0")),
+    ]
+    lines = plain(*status_lines(mesh_pb2.GetStatusResponse(workers=workers)))
+    head = next(number for number, line in enumerate(lines) if "FETCHED" in line)
+    assert lines[head].split() == ["WORKER", "FETCHED", "RESTORED", "SAVED"]
+    assert lines[head + 1].split() == ["p0", "1200", "340", "-2.2s"] and not lines[head + 2].startswith("d0")
+    assert not any("FETCHED" in line for line in plain(*status_lines(mesh_pb2.GetStatusResponse(workers=workers[1:]))))
+
+
 def test_status_says_what_guessing_brings() -> None:
     proposers = [
         worker_pb2.ProposerReport(name="prompt_lookup", verified=[80, 20], kept=[60, 10]),

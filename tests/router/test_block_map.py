@@ -7,7 +7,7 @@ import sys
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.kv_index.index import BlockMap
+from router.kv_index.block_map import BlockMap, WorkerSlots
 from router.routing.worker_snapshot import WorkerKey
 
 A, B, C = ("a:1", 1), ("b:1", 2), ("c:1", 3)
@@ -98,3 +98,33 @@ def test_equal_masks_are_one_object() -> None:
     blocks.add(("w:1", 599), list(range(1000)))
     masks = {id(mask): sys.getsizeof(mask) for mask in blocks._masks.values()}
     assert len(masks) == 2
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), CALLS.map(lambda calls: calls[:4])), max_size=8), NAMES)
+def test_two_maps_are_looked_up_as_if_they_were_one(
+    told: list[tuple[bool, list[tuple[str, WorkerKey, list[int]]]]], names: list[int]
+) -> None:
+    slots = WorkerSlots()
+    pool, tiers = BlockMap(1000, slots), BlockMap(1000, slots)
+    pool_truth, tier_truth = dict[WorkerKey, set[int]](), dict[WorkerKey, set[int]]()
+    for is_pool, calls in told:
+        for name, worker, argument in calls:
+            call(*((pool, pool_truth) if is_pool else (tiers, tier_truth)), name, worker, argument)
+    either = {key: pool_truth.get(key, set()) | tier_truth.get(key, set()) for key in (A, B, C)}
+    assert pool.workers_of(pool.levels_of_either(tiers, names)) == naive_match(either, names)
+    assert (pool.match(names), tiers.match(names)) == (naive_match(pool_truth, names), naive_match(tier_truth, names))
+
+
+def test_a_shared_slot_is_free_once_both_maps_have_forgotten_its_worker() -> None:
+    slots = WorkerSlots()
+    pool, tiers = BlockMap(100, slots), BlockMap(100, slots)
+    pool.add(A, [1])
+    tiers.add(A, [2])
+    pool.forget(A)
+    pool.add(B, [1])
+    assert pool.workers_of(pool.levels_of_either(tiers, [2])) == {A: 1}
+    assert tiers.match([2]) == {A: 1} and pool.match([1]) == {B: 1}
+    tiers.forget(A)
+    tiers.add(C, [3])
+    assert len(slots.workers) == 2 and tiers.match([3]) == {C: 1}

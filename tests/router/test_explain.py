@@ -7,12 +7,14 @@ import grpc
 import grpc.aio
 import pytest
 
-from pdmesh.v1 import mesh_pb2, worker_pb2
-from router.api.explain import reason_of
+from pdmesh.v1 import common_pb2, mesh_pb2, worker_pb2
+from router.api.explain import message_of, reason_of
 from router.flow_control.ttft_predictor import TtftPredictor
 from router.routing.cost_model import OutputLengths, Overhead, Overheads
 from router.routing.decisions import Decision, Decisions
+from router.routing.worker_snapshot import Mode
 from router.telemetry.timings import RequestTimings
+from tests.router import stub_prefill
 from tests.router.fleets import running, worker
 from tests.router.mesh import Mesh, request, running_mesh
 from tests.router.stub_workers import StubWorker
@@ -130,6 +132,38 @@ async def test_forecast_is_what_the_policy_would_do(model_folder: Path) -> None:
         assert hurried is not None and hurried.idle_tpot_s == pytest.approx(1e-3 + 1e-4)
         no_model = replace(prepared, model=replace(prepared.model, name="other"))
         assert forecaster.forecast(no_model) is None
+
+
+async def test_what_was_fetched_and_restored_is_said_and_counted(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as workers' timings say it: by request, and by worker."""
+    took = common_pb2.PrefillTimings(num_cached_tokens=48, num_fetched_tokens=16, fetch_ns=5_000_000)
+    took.num_restored_tokens, took.restore_ns = 24, 2_000_000
+    monkeypatch.setattr(stub_prefill, "TIMINGS", took)
+    async with running_mesh(model_folder, policy="predict") as mesh:
+        await mesh_that_tells(mesh)
+        asked = request(max_tokens=4)
+        asked.options.request_id, asked.options.mode = "mine", mesh_pb2.PREFILL_MODE_REMOTE
+        answer = await mesh.generate(asked)
+        (decision,) = (await mesh.stub.Explain(mesh_pb2.ExplainRequest(request_id="mine"))).decisions
+        status = await mesh.stub.GetStatus(mesh_pb2.GetStatusRequest())
+    assert (answer.timings.fetched_tokens, answer.timings.restored_tokens) == (16, 24)
+    assert (decision.cached_tokens, decision.fetched_tokens, decision.restored_tokens) == (48, 16, 24)
+    assert (decision.fetch_ms, decision.restore_ms) == (5.0, 2.0)
+    counts = {each.info.worker_id: (each.fetched_tokens, each.restored_tokens, each.saved_s) for each in status.workers}
+    assert counts == {"p0": (16, 24, pytest.approx(40 * 1e-4 + 1e-3 - 7e-3)), "d0": (0, 0, 0.0)}
+
+
+def test_a_candidate_says_what_each_way_to_have_its_prompt_was_predicted_to_take() -> None:
+    holder, prefill = running("d0", 6), worker("p0", fetch_token_s=1e-5, restore_token_s=1e-4)
+    demand = replace(DEMAND, mode=Mode.REMOTE, cached_tokens={holder.key: 320}, restorable_tokens={prefill.key: 160})
+    placement = choose([prefill, holder], demand)
+    decision = Decision("r", "predict", 0, 0, 400, 2, placement, demand.cached_tokens)
+    (shown,) = message_of(decision).candidates
+    assert shown.ttft_ms == shown.fetch_ms < shown.restore_ms < shown.compute_ms and shown.note.startswith("fetches KV")
+    computed = choose([worker("p0"), holder], demand)
+    (alone,) = message_of(Decision("r", "predict", 0, 0, 400, 2, computed, demand.cached_tokens)).candidates
+    assert alone.ttft_ms == alone.compute_ms == pytest.approx(shown.compute_ms)
+    assert not alone.fetch_ms and not alone.restore_ms and "KV" not in alone.note
 
 
 def test_reasons_name_the_largest_difference() -> None:

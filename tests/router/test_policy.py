@@ -204,6 +204,52 @@ def test_a_prefill_worker_fetches_from_any_worker_and_nothing_that_it_has() -> N
     assert best(choose([FETCHING, D0], has_it)).prediction == best(choose([P0, D0], has_it)).prediction
 
 
+RESTORING = worker("d1", restore_token_s=1e-5)
+
+
+def test_a_decode_worker_restores_from_its_tiers() -> None:
+    demand = replace(DEMAND, mode=Mode.LOCAL, restorable_tokens={RESTORING.key: 320})
+    restored = choose([D0, RESTORING], demand)
+    assert names(restored) == ("d1", None) and ttft_s(restored) < 0.5 * ttft_s(choose([D0], demand))
+    ways = best(restored).ways
+    assert ways is not None and ways.taken == "restore" and ways.fetch_s is None
+    assert names(choose([D0, D1], demand)) == ("d0", None), "it has no tiers to restore from"
+    slow = worker("d1", restore_token_s=0.1)
+    computed = next(each for each in choose([D0, slow], demand).candidates if each.decode is slow)
+    assert computed.ways is not None and computed.ways.taken == "compute"
+    assert computed.prediction == best(choose([D0, slow], replace(DEMAND, mode=Mode.LOCAL))).prediction
+
+
+def test_the_least_of_computing_restoring_and_fetching_counts() -> None:
+    """By how much is where, and how fast it comes."""
+    demand = replace(DEMAND, mode=Mode.REMOTE, cached_tokens={("p0", 1): 64, ("d0", 1): 320}, restorable_tokens={("p0", 1): 240})
+    taken = {}
+    for restore_s, fetch_s in ((1e-5, 1e-3), (1e-3, 1e-5), (0.1, 0.1), (0.0, 1e-5), (1e-5, 0.0)):
+        chosen = best(choose([worker("p0", restore_token_s=restore_s, fetch_token_s=fetch_s), D0], demand))
+        assert chosen.ways is not None and chosen.prediction is not None
+        assert (chosen.ways.restore_s is None, chosen.ways.fetch_s is None) == (not restore_s, not fetch_s)
+        taken[restore_s, fetch_s] = chosen.ways.taken
+    assert taken == {
+        (1e-5, 1e-3): "restore", (1e-3, 1e-5): "fetch", (0.1, 0.1): "compute", (0.0, 1e-5): "fetch", (1e-5, 0.0): "restore"
+    }  # fmt: skip
+
+
+def test_without_anything_to_restore_tiers_change_no_decision() -> None:
+    cached = replace(DEMAND, cached_tokens={D1.key: 320})
+    for demand in (DEMAND, cached, replace(cached, restorable_tokens={D1.key: 320})):
+        assert choose([P0, D0, RESTORING], demand).candidates == [
+            candidate._replace(**{role: RESTORING for role in ("decode", "prefill") if getattr(candidate, role) is D1})
+            for candidate in choose([P0, D0, D1], demand).candidates
+        ]
+
+
+def test_a_worker_of_a_large_fleet_that_can_restore_is_found() -> None:
+    fleet = [worker(f"d{number}") for number in range(90)] + [worker("d99", num_waiting_tokens=64, restore_token_s=1e-5)]
+    demand = replace(DEMAND, num_tokens=1500, max_total_tokens=1600, mode=Mode.LOCAL)
+    assert names(choose(fleet, demand)) != ("d99", None)
+    assert names(choose(fleet, replace(demand, restorable_tokens={("d99", 1): 1440}))) == ("d99", None)
+
+
 def test_a_retry_takes_what_fits_the_reservation() -> None:
     foreign, far = worker("p1", identity=("m", "old")), worker("p2", num_waiting_tokens=9000)
     fleet_snapshot = FleetSnapshot([P0, foreign, far, BUSY])

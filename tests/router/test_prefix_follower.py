@@ -36,6 +36,7 @@ class TellingWorker(StubWorker):
     """A stub that lists blocks: what it is told to hold."""
 
     blocks: Sequence[int] = ()
+    tier_blocks: Sequence[int] = ()
     sequence = 0
     num_lists = 0
     list_epoch: int | None = None
@@ -45,6 +46,8 @@ class TellingWorker(StubWorker):
         epoch = self.epoch if self.list_epoch is None else self.list_epoch
         for name in self.blocks:
             yield worker_pb2.BlockList(epoch=epoch, sequence=self.sequence, blocks=[name])
+        for name in self.tier_blocks:
+            yield worker_pb2.BlockList(epoch=epoch, sequence=self.sequence, tier_blocks=[name])
         yield worker_pb2.BlockList(epoch=epoch, sequence=self.sequence, is_last=True)
 
     @property
@@ -120,6 +123,32 @@ async def test_changes_are_followed_and_a_gap_is_asked_of_the_worker(worker: Tel
         await stream.append("d0", worker.change(NAMES[7:8]))
         await eventually(lambda: holds(index, worker, NAMES[2:8]))
         assert worker.num_lists == 2
+    await stream.stop()
+
+
+async def test_blocks_of_tiers_are_listed_and_followed(
+    worker: TellingWorker, redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def has(index: PrefixIndex, names: Sequence[int]) -> bool:
+        return set(index.tiers.blocks_of(worker.key)) == set(names)
+
+    monkeypatch.setattr(subscriber, "MAX_TIER_BLOCKS", 4)
+    stream = BlockStream(redis_server.url)
+    worker.blocks, worker.tier_blocks = NAMES[:2], NAMES[:4]
+    async with following(worker, redis_server) as index:
+        await eventually(lambda: has(index, NAMES[:4]))
+        change = worker.change()
+        change.tier_stored.extend(NAMES[4:6])
+        change.tier_evicted.extend(NAMES[:1])
+        await stream.append("d0", change)
+        await eventually(lambda: has(index, NAMES[1:6]))
+        assert holds(index, worker, NAMES[:2])
+        worker.tier_blocks = NAMES[:5]
+        worker.change()  # lost
+        await stream.append("d0", worker.change())
+        await eventually(lambda: "the blocks of d0 are refused: tier_blocks are more than 4" in caplog.text)
+        await worker.kill()
+        await eventually(lambda: has(index, []))
     await stream.stop()
 
 

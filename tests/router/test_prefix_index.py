@@ -156,3 +156,31 @@ async def test_when_full_the_beginnings_of_a_list_stay(monkeypatch: pytest.Monke
     index = PrefixIndex(4)
     await index.replace(A, list(range(10)))
     assert index.told.match(list(range(10))) == {A: 4}
+
+
+async def test_pool_and_tiers_together_are_what_a_worker_can_restore(model: ServedModel) -> None:
+    index, prepared = PrefixIndex(1000), job_of(model)
+    index.set_workers([info_of(A), info_of(B)])
+    names = names_on_wire(prepared, info_of(A))
+    index.apply(A, names[:1], [])
+    assert index.look_up(prepared) == ({A: 16}, {}), "no worker has tiers"
+    index.apply(A, [], [], names[1:3])
+    index.apply(B, [], [], [names[0], names[3]])
+    assert index.look_up(prepared) == ({A: 16}, {A: 48, B: 16})
+    index.apply(A, names[1:2], [], [], names[1:2])
+    assert index.look_up(prepared) == ({A: 32}, {A: 48, B: 16}), "a block that moved from the tiers into the pool"
+    index.apply(A, [], names[:1])
+    assert index.look_up(prepared) == ({}, {B: 16}), "its beginning is gone"
+    await index.replace(A, names[:1], names[:4])
+    assert index.look_up(prepared) == ({A: 16}, {A: 64, B: 16})
+    await index.replace(A, [], names[:2])
+    assert index.look_up(prepared) == ({}, {A: 32, B: 16})
+    await index.forget(A)
+    await index.forget(B)
+    assert index.look_up(prepared) == ({}, {}) and len(index.tiers) == 0
+
+
+def test_blocks_of_tiers_are_bounded_apart_from_those_of_pools() -> None:
+    index = PrefixIndex(100)
+    index.apply(A, list(range(100)), [], list(range(1000, 1500)))
+    assert len(index.told) == 100 and len(index.tiers) <= 100

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.kv_index import index
-from router.kv_index.index import BlockMap, CachedTokens, Part, PrefixMemory, together
+from router.kv_index.block_map import BlockMap
+from router.kv_index.index import CachedTokens, Part, PrefixMemory, together
 from router.routing.worker_snapshot import WorkerKey
 
 A, B = ("a:1", 1), ("b:1", 2)

@@ -61,3 +61,10 @@ def test_what_an_engine_lacks_is_read_and_later_versions_may_name_more() -> None
 def test_a_scope_of_a_later_version_is_not_used() -> None:
     later = worker_pb2.TransportReach(transport="near", scope=9)  # type: ignore[arg-type]
     assert describe(info(later, FAR)).transports == Transports.of({"far": EVERYWHERE})
+
+
+def test_implausible_times_to_fetch_or_restore_are_taken_for_none() -> None:
+    for said, known in ((1e-5, 1e-5), (0.0, 0.0), (-1.0, 0.0), (1.5, 0.0), (float("nan"), 0.0), (float("inf"), 0.0)):
+        told = info(NEAR)
+        told.fetch_token_s = told.restore_token_s = said
+        assert (snapshot(told).fetch_token_s, snapshot(told).restore_token_s) == (known, known)

@@ -91,7 +91,7 @@ def test_any_payload_is_a_change_or_refused(payload: object) -> None:
     try:
         decoded = decode_change(payload, EPOCH, 1)
     except InvalidChange as error:
-        assert str(error).startswith(("field c", "epoch", "sequence", "stored"))
+        assert str(error).startswith(("field c", "epoch", "sequence", "stored", "tier_stored"))
     else:
         assert (decoded.epoch, decoded.sequence) == (EPOCH, 1)
 
@@ -99,5 +99,11 @@ def test_any_payload_is_a_change_or_refused(payload: object) -> None:
 def test_huge_lists_are_refused() -> None:
     with pytest.raises(InvalidChange, match="stored and evicted are 65537 names"):
         decode_change(change(1, *range(MAX_NAMES + 1)).SerializeToString(), EPOCH, 1)
+    full = change(1, *range(MAX_NAMES))
+    full.tier_stored.extend(range(MAX_NAMES))  # the bounds of pool and tiers are apart
+    assert len(decode_change(full.SerializeToString(), EPOCH, 1).tier_stored) == MAX_NAMES
+    full.tier_evicted.append(1)
+    with pytest.raises(InvalidChange, match="tier_stored and tier_evicted are 65537 names"):
+        decode_change(full.SerializeToString(), EPOCH, 1)
     with pytest.raises(InvalidChange, match="bytes, more than"):
         decode_change(b"x" * (block_stream.MAX_BYTES + 1), EPOCH, 1)

@@ -8,10 +8,16 @@ function hits(worker) {
   return all ? `${percent(worker.hit_tokens / all)} of ${count(all)} prompt tokens came from the cache` : "no prompt yet";
 }
 
+function moved(worker) {
+  const ways = [[worker.fetched_tokens, "fetched from other workers"], [worker.restored_tokens, "restored from tiers"]];
+  const parts = ways.filter(([tokens]) => tokens).map(([tokens, how]) => `${count(tokens)} tokens ${how}`);
+  return parts.length ? `${parts.join(", ")}, ${worker.saved_s.toFixed(1)} s of computing saved` : null;
+}
+
 function notes(worker) {
   const guess = worker.speculation;
   return [
-    worker.blocks.cached ? `${count(worker.blocks.cached)} blocks hold a reusable prefix` : null, hits(worker),
+    worker.blocks.cached ? `${count(worker.blocks.cached)} blocks hold a reusable prefix` : null, hits(worker), moved(worker),
     guess && guess.verified ? `${guess.tokens_per_step.toFixed(2)} tokens a step, ${percent(guess.kept / guess.verified)} of guesses kept` : null,
     worker.preemptions ? `${count(worker.preemptions)} preempted` : null,
     worker.handoff_failures ? `${plural(worker.handoff_failures, "failed hand-off")}` : null,

@@ -24,8 +24,8 @@ from pdmesh.runtime.registry.redis_link import RedisLink
 from pdmesh.v1.worker_pb2 import BlockChange
 
 MAX_ENTRIES = 256  # about ten seconds of a busy worker
-MAX_NAMES = 1 << 16  # stored and evicted in one change
-MAX_BYTES = 16 * MAX_NAMES
+MAX_NAMES = 1 << 16  # of the pool in one change, and as many of the tiers
+MAX_BYTES = 2 * 16 * MAX_NAMES
 STREAM_TTL_S = 60.0
 READ_TIMEOUT_S = 0.5  # waiting for an entry
 READ_COUNT = 64  # entries of one stream per read
@@ -105,8 +105,13 @@ def decode_change(payload: object, epoch: int, sequence: int) -> BlockChange:
         raise InvalidChange(f"epoch {change.epoch:016x} is not the stream's {epoch:016x}")
     if change.sequence != sequence:
         raise InvalidChange(f"sequence {change.sequence} is not the entry's {sequence}")
-    if len(change.stored) + len(change.evicted) > MAX_NAMES:
-        raise InvalidChange(f"stored and evicted are {len(change.stored) + len(change.evicted)} names, more than {MAX_NAMES}")
+    counts = {
+        "stored and evicted": len(change.stored) + len(change.evicted),
+        "tier_stored and tier_evicted": len(change.tier_stored) + len(change.tier_evicted),
+    }
+    for fields, count in counts.items():
+        if count > MAX_NAMES:
+            raise InvalidChange(f"{fields} are {count} names, more than {MAX_NAMES}")
     return change
 
 

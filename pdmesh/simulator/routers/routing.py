@@ -11,7 +11,8 @@ from pdmesh.simulator.workers.spec import WorkerSpec
 from pdmesh.simulator.workers.worker import Figures
 from router.fleet.worker import Dispatched, counted
 from router.flow_control.slo_admission import Forecast
-from router.kv_index.index import IN_FLIGHT_S, BlockMap, Part, PrefixMemory, together
+from router.kv_index.block_map import BlockMap
+from router.kv_index.index import IN_FLIGHT_S, Part, PrefixMemory, together
 from router.routing.cost_model import OutputLengths, Overheads
 from router.routing.filters import NoPlacement, Placement, RoutingRequest
 from router.routing.fleet_snapshot import FleetSnapshot
