@@ -12,7 +12,7 @@ from pdmesh.simulator import arrivals as simulator_arrivals
 from pdmesh.simulator.arrivals import READERS, Arrival, log_normal, poisson
 from pdmesh.simulator.autoscaling import AutoscaledSettings
 from pdmesh.simulator.routers.routing import MODEL
-from pdmesh.simulator.settings import HandOff, MeshSettings
+from pdmesh.simulator.settings import Fetching, HandOff, MeshSettings, Tiers
 from router.flow_control.capacity import AdmissionSettings
 from router.routing.policy import POLICIES
 
@@ -20,10 +20,11 @@ _RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?)(x|/s)")
 _PAIR = re.compile(r"([0-9]+(?:\.[0-9]+)?)@([0-9]+(?:\.[0-9]+)?)")
 _NOT_NEGATIVE = (
     "prefill", "decode", "both", "ttft_ms", "tpot_ms", "max_queued", "local_prefill_tokens", "until_s", "pod_start_s",
+    "fetch_gb_per_s", "tier_gb",
 )  # fmt: skip
 _POSITIVE = (
     "scale_period_s", "input_tokens", "output_tokens", "input_scale", "output_scale", "window_s", "report_period_ms",
-    "handoff_gb_per_s",
+    "handoff_gb_per_s", "tier_gb_per_s",
 )  # fmt: skip
 _POOLS = "needs a pool of each role (--prefill and --decode), or workers with both (--both), to begin with"
 WINDOW_S = AutoscaledSettings().window_s
@@ -61,6 +62,16 @@ class SimulatorConfig:
     report_period_ms: float = field(default=200, metadata={"help": "period of load reports; workers that decode report twice"})
     handoff_ms: float = field(default=2, metadata={"help": "what a hand-off adds, whatever its size"})
     handoff_gb_per_s: float = field(default=5, metadata={"help": "bandwidth of hand-offs, 10^9 bytes a second"})
+    fetch_gb_per_s: float = field(
+        default=0,
+        metadata={"help": "bandwidth at which prefill workers fetch KV from others, 10^9 bytes a second; 0: they do not"},
+    )
+    tier_gb: float = field(
+        default=0, metadata={"help": "host memory and disk for KV beneath each worker's pool, 10^9 bytes; 0: none"}
+    )
+    tier_gb_per_s: float = field(
+        default=2, metadata={"help": "bandwidth at which KV is restored from there, 10^9 bytes a second"}
+    )
     autoscale: Literal["on", "off"] = field(
         default="off", metadata={"help": "whether the autoscaler's policy changes the pools; the counts are those of the start"}
     )
@@ -156,6 +167,8 @@ class SimulatorConfig:
             report_period_s=period_s,
             decode_report_period_s=period_s / 2,
             handoff=HandOff(fixed_s=self.handoff_ms / 1e3, bytes_per_s=self.handoff_gb_per_s * 1e9),
+            fetching=Fetching(self.fetch_gb_per_s * 1e9) if self.fetch_gb_per_s else None,
+            tiers=Tiers(self.tier_gb * 1e9, self.tier_gb_per_s * 1e9) if self.tier_gb else None,
         )
 
     def _paced(self) -> Iterator[Arrival]:

@@ -18,6 +18,7 @@ from pdmesh.simulator.request import End, Request
 from pdmesh.simulator.routers.router import Router, goals
 from pdmesh.simulator.routers.routing import SimulatedRouting
 from pdmesh.simulator.settings import MeshSettings
+from pdmesh.simulator.workers.kv_room import NO_CHANGES, CacheChanges
 from pdmesh.simulator.workers.spec import WorkerSpec
 from pdmesh.simulator.workers.worker import Figures, ModelledWorker, figures_of
 
@@ -160,13 +161,17 @@ class Mesh:
             raise ValueError(f"name: {name} is taken")
         self._num_pods += 1
         self._largest = max(self._largest, spec.largest)
-        pod = self._pods[name] = Pod(ModelledWorker(name, spec, self.events, self._seed), prefill, decode)
+        pod = self._pods[name] = Pod(self._worker(name, spec), prefill, decode)
         self._pod_time.come(pool, self.events.now)
         if ready_after_s:
             self.events.after(ready_after_s, self._ready, pod)
         else:
             self._ready(pod)
         return name
+
+    def _worker(self, name: str, spec: WorkerSpec) -> ModelledWorker:
+        tiers = self._settings.tiers
+        return ModelledWorker(name, spec, self.events, self._seed, 0.0 if tiers is None else tiers.num_bytes)
 
     def drain_worker(self, name: str) -> None:
         """Drain a worker: it accepts no new work, finishes its own, and ends. Raises KeyError for an unknown name."""
@@ -292,7 +297,7 @@ class Mesh:
         pod.phase = Phase.READY
         for router in self._routers:
             router.outlook.meet(pod.worker.name, pod.worker.spec)
-            self._deliver(router, pod, pod.figures(self.events.now), ([], []))
+            self._deliver(router, pod, pod.figures(self.events.now), NO_CHANGES)
         self.events.after(self._rng.random() * self._period_s(pod), self._report, pod)
 
     def _report(self, pod: Pod) -> None:
@@ -310,10 +315,10 @@ class Mesh:
                 self.events.after(self._settings.report_delay_s, self._deliver, router, pod, figures, changes)
         self.events.after(self._period_s(pod), self._report, pod)
 
-    def _deliver(self, router: Router, pod: Pod, figures: Figures, changes: tuple[list[int], list[int]]) -> None:
+    def _deliver(self, router: Router, pod: Pod, figures: Figures, changes: CacheChanges) -> None:
         if pod.phase is not Phase.GONE:
             router.outlook.report(pod.worker.name, figures)
-            router.outlook.told(pod.worker.name, *changes)
+            router.outlook.told(pod.worker.name, changes)
             router.opened()
 
     def _period_s(self, pod: Pod) -> float:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from pdmesh.simulator.arrivals import Arrival
 from pdmesh.simulator.workers.kv_room import Sequence
+from pdmesh.simulator.workers.kv_sources import NOTHING, Brought
 from router.fleet.worker import Dispatched
 from router.flow_control.slo_admission import Ticket
 from router.routing.cost_model import Prediction
@@ -38,7 +39,8 @@ class Trail(NamedTuple):
 @dataclass(eq=False, slots=True)
 class Request:
     """Hold a request. `num_input` and `num_output` are the arrival's, cut to what workers can hold. Times are simulated seconds;
-    goals are seconds, None without one. `num_emitted` tokens came from placements that were lost."""
+    goals are seconds, None without one. `num_emitted` tokens came from placements that were lost. `num_cached` were not
+    computed, of which `num_fetched` and `num_restored` came for it."""
 
     number: int
     arrival: Arrival
@@ -58,6 +60,8 @@ class Request:
     decided_at: float | None = None
     prediction: Prediction | None = None
     num_cached: int = 0
+    num_fetched: int = 0
+    num_restored: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -84,7 +88,7 @@ class Stay:
 
     `refused`: workers that had no room before. `owned` is its reservation on the decode worker, `prompt` what the prefill worker
     computes. `tried`: prefill workers that failed. `entered_at`: when the prompt entered the engine that computes it; `after_s`:
-    from the first token until the decode worker continues."""
+    from the first token until the decode worker continues; `brought`: what came for its prompt."""
 
     request: Request
     placement: Placement
@@ -105,3 +109,4 @@ class Stay:
     has_first: bool = False
     is_running: bool = False
     is_over: bool = False
+    brought: Brought = NOTHING

@@ -94,6 +94,9 @@ class Results:
     reasons: Counter[str] = field(default_factory=Counter)
     num_input_tokens: int = 0
     num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_fetched_tokens: int = 0
+    num_restored_tokens: int = 0
     num_local: int = 0
     num_resubmissions: int = 0
     ended_at: float = 0.0
@@ -124,9 +127,25 @@ class Results:
         """Return the goodput: requests in a second that met their objectives, over the whole run."""
         return self.total.num_met / self.ended_at if self.ended_at else 0.0
 
+    @property
+    def sources(self) -> dict[str, int]:
+        """Return where the KV of the prompts of completed requests came from, in tokens: computed, reused from the worker's pool,
+        fetched from another worker for the request, restored from tiers for it. They add up to `num_input_tokens`."""
+        num_moved = self.num_fetched_tokens + self.num_restored_tokens
+        return {
+            "computed": self.num_input_tokens - self.num_cached_tokens,
+            "reused": self.num_cached_tokens - num_moved,
+            "fetched": self.num_fetched_tokens,
+            "restored": self.num_restored_tokens,
+        }
+
     def _completed(self, request: Request) -> None:
         self.num_input_tokens += request.num_input
         self.num_output_tokens += request.num_output
+        num_cached = min(request.num_cached, request.num_input)
+        self.num_cached_tokens += num_cached
+        self.num_fetched_tokens += min(request.num_fetched, num_cached)
+        self.num_restored_tokens += min(request.num_restored, num_cached)
         self.num_local += request.is_local
         if request.ttft_s is not None:
             self.ttft.add(request.ttft_s)
@@ -178,6 +197,7 @@ def numbers(results: Results, pod_seconds: Mapping[str, float], *, wall_s: float
         "num_resubmissions": results.num_resubmissions,
         "num_input_tokens": results.num_input_tokens,
         "num_output_tokens": results.num_output_tokens,
+        **{f"num_{source}_tokens": count for source, count in results.sources.items()},
         "simulated_s": results.ended_at,
         "attainment": total.attainment,
         "goodput_per_s": results.goodput,
@@ -208,6 +228,7 @@ def text(results: Results, pod_seconds: Mapping[str, float], *, wall_s: float) -
         f"TTFT       {_line(results.ttft)}",
         f"TPOT       {_line(results.tpot)}",
         f"tokens     {results.num_input_tokens} in, {results.num_output_tokens} out",
+        "prompts    " + ", ".join(f"{count} {source}" for source, count in results.sources.items() if count),
         "pods       " + ", ".join(f"{pool} {seconds:.0f} s" for pool, seconds in pod_seconds.items() if seconds),
     ]
     return "\n".join(lines + _windows(results))

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from pdmesh.planning.objectives import ModelObjective
 from router.flow_control.capacity import AdmissionSettings
+from router.routing.cost_policy import FETCH_S, RESTORE_S
 from router.routing.policy import POLICIES
 
 
@@ -23,12 +24,40 @@ class HandOff:
 
 
 @dataclass(frozen=True)
+class Fetching:
+    """Model KV that prefill workers fetch from other workers: `fixed_s`, and its bytes. A worker sends `max_sends` at a time."""
+
+    bytes_per_s: float
+    fixed_s: float = FETCH_S
+    max_sends: int = 4
+
+    def fetch_s(self, num_bytes: float) -> float:
+        """Return the time of a fetch."""
+        return self.fixed_s + num_bytes / self.bytes_per_s
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """Model the tiers beneath each worker's block pool as one: `num_bytes`, from which KV is restored at `bytes_per_s` after
+    `fixed_s`. What a worker publishes is written there at once, at no cost."""
+
+    num_bytes: float
+    bytes_per_s: float
+    fixed_s: float = RESTORE_S
+
+    def restore_s(self, num_bytes: float) -> float:
+        """Return the time of a restore."""
+        return self.fixed_s + num_bytes / self.bytes_per_s
+
+
+@dataclass(frozen=True)
 class MeshSettings:
     """Configure the mesh. `call_s`: one way between router and worker; `token_s`: from the end of a step to the client, None:
     `call_s`. Reports come every `report_period_s`, of decode workers every `decode_report_period_s` (they report on two streams),
     and arrive `report_delay_s` after they were made. `admission` None: all requests are admitted. `objective` of requests; None:
     none. `max_tokens`: what clients ask for at most, None: as much as the context holds. `router_s`: from a request's arrival to
-    admission (tokenizing, checks). The rest is as the flags of the router of the same names."""
+    admission (tokenizing, checks). `fetching` and `tiers` None: there are none. The rest is as the flags of the router of
+    the same names."""
 
     num_routers: int = 1
     policy: str = "predict"
@@ -49,6 +78,8 @@ class MeshSettings:
     report_delay_s: float = 2e-3
     loss_notice_s: float = 1.0
     handoff: HandOff = field(default_factory=HandOff)
+    fetching: Fetching | None = None
+    tiers: Tiers | None = None
 
     def __post_init__(self) -> None:
         _require(self.num_routers >= 1, "num_routers", "must be at least 1")
@@ -59,6 +90,12 @@ class MeshSettings:
             _require(getattr(self, name) >= 0, name, "must not be negative")
         _require(self.token_s is None or self.token_s >= 0, "token_s", "must not be negative")
         _require(self.handoff.bytes_per_s > 0 and self.handoff.num_parts >= 1, "handoff", "must have a bandwidth and a part")
+        if self.fetching is not None:
+            is_usable = self.fetching.bytes_per_s > 0 and self.fetching.fixed_s >= 0 and self.fetching.max_sends >= 1
+            _require(is_usable, "fetching", "must have a bandwidth, and a worker that sends")
+        if self.tiers is not None:
+            is_usable = self.tiers.num_bytes > 0 and self.tiers.bytes_per_s > 0 and self.tiers.fixed_s >= 0
+            _require(is_usable, "tiers", "must have a size and a bandwidth; leave them out for none")
 
 
 def _require(condition: bool, name: str, what: str) -> None:

@@ -66,9 +66,9 @@ class Prediction(NamedTuple):
 
 
 class PromptWays(NamedTuple):
-    """Hold in how many seconds a worker would have the prompt computed, prompts ahead of it included, if it computes what its pool
-    lacks; if it restores first what its tiers hold; and if it fetches first what another worker has. None: it cannot. The least
-    counts."""
+    """Hold in how many seconds a worker would have the prompt computed, with the prompts ahead of it, if it computes what its
+    pool lacks; if it restores first what its tiers hold; and if it fetches first what another worker has. None: it cannot.
+    The least counts."""
 
     compute_s: float
     restore_s: float | None = None

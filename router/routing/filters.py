@@ -18,8 +18,8 @@ from router.routing.worker_snapshot import Mode, WorkerKey, WorkerSnapshot
 
 @dataclass(slots=True)
 class RoutingRequest:
-    """Hold what a request needs. `cached_tokens` by worker; `restorable_tokens`: those that it has in its pool or its tiers, empty
-    while no worker has tiers; `kind` pins the kind of worker that the request started on;
+    """Hold what a request needs. `cached_tokens` by worker; `restorable_tokens`: those that it has in its pool or its tiers;
+    empty while no worker has tiers; `kind` pins the kind of worker that the request started on;
     `session_workers`: the last ones of its session, the decode worker first, which are taken among equals.
 
     It is never changed. It is not frozen, because each decision makes one and freezing takes three times as long.

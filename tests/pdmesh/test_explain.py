@@ -72,7 +72,7 @@ def test_ways_and_what_came_are_shown() -> None:
     ]
     decision = mesh_pb2.Decision(request_id="r", reason="because", candidates=candidates, num_tokens=900)
     *_, head, fetched, restored = plain(*decision_lines(decision))
-    assert head.split() == "DECODE PREFILL TTFT IF COMPUTED IF FETCHED IF RESTORED TAKEN".split()
+    assert head.split() == ["DECODE", "PREFILL", "TTFT", "IF", "COMPUTED", "IF", "FETCHED", "IF", "RESTORED", "TAKEN"]
     assert fetched.split() == ["d0", "←", "p0", "210", "ms", "40.0", "ms", "fetch"]
     assert restored.split() == ["d0", "(local)", "210", "ms", "90.0", "ms", "restore"]
     decision.observed_ttft_ms, decision.cached_tokens, decision.fetched_tokens, decision.fetch_ms = 42.0, 800, 640, 21.5

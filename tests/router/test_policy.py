@@ -237,9 +237,9 @@ def test_the_least_of_computing_restoring_and_fetching_counts() -> None:
 def test_without_anything_to_restore_tiers_change_no_decision() -> None:
     cached = replace(DEMAND, cached_tokens={D1.key: 320})
     for demand in (DEMAND, cached, replace(cached, restorable_tokens={D1.key: 320})):
-        assert choose([P0, D0, RESTORING], demand).candidates == [
-            candidate._replace(**{role: RESTORING for role in ("decode", "prefill") if getattr(candidate, role) is D1})
-            for candidate in choose([P0, D0, D1], demand).candidates
+        plain, tiered = (choose([P0, D0, each], demand).candidates for each in (D1, RESTORING))
+        assert [(each.cost, each.prediction, each.ways) for each in tiered] == [
+            (each.cost, each.prediction, each.ways) for each in plain
         ]
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdmesh.simulator.workers.kv_room import KvRoom, Sequence
+from pdmesh.simulator.workers.kv_room import CacheChanges, KvRoom, Sequence
 
 
 class Nobody:
@@ -34,7 +34,7 @@ def test_a_prefix_is_found_again() -> None:
     assert room.num_used == 13
     room.release(second)
     assert (room.num_used, room.num_hit_tokens) == (0, 128)
-    assert room.take_changes() == ([1, 2], [])
+    assert room.take_changes() == CacheChanges([1, 2], [], [], [])
 
 
 def test_never_all_of_a_prompt() -> None:
@@ -53,13 +53,13 @@ def test_what_was_used_longest_ago_makes_place() -> None:
         assert room.admit(one, 0)
         room.publish(one)
         room.release(one)
-    assert room.take_changes() == ([2, 3], [1])
+    assert room.take_changes() == CacheChanges([2, 3], [1], [], [])
     again = prompt(65, 2)
     assert room.admit(again, 0)
     assert again.num_cached == 64
     room.release(again)
     room.admit(prompt(65, 4), 0)
-    assert room.take_changes() == ([], [3])
+    assert room.take_changes() == CacheChanges([], [3], [], [])
 
 
 def test_blocks_are_left_free() -> None:

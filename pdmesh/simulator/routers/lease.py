@@ -4,6 +4,7 @@ It mirrors `router/lifecycle/prefill_stage.py` and `router/lifecycle/decode_stag
 events.
 """
 
+import zlib
 from typing import Protocol
 
 from pdmesh.simulator.events import EventQueue
@@ -11,10 +12,14 @@ from pdmesh.simulator.request import Stay, Trail
 from pdmesh.simulator.routers.routing import EPOCH, SimulatedRouting
 from pdmesh.simulator.settings import MeshSettings
 from pdmesh.simulator.workers.kv_room import Sequence
+from pdmesh.simulator.workers.kv_sources import Brought, KvSources
 from pdmesh.simulator.workers.worker import ModelledWorker
 from router.fleet.worker import Dispatched
 from router.routing.filters import blocks_for
 from router.routing.worker_snapshot import WorkerKey
+
+MAX_HOLDERS = 256
+"""The number of router/lifecycle/prefill_stage.py."""
 
 
 class Floor(Protocol):
@@ -50,6 +55,7 @@ class SimulatedLease:
         self._events, self._settings, self._outlook, self._floor, self._owner = events, settings, outlook, floor, owner
         self._token_s = settings.call_s if settings.token_s is None else settings.token_s
         self._stays: dict[Stay, None] = {}
+        self._sources = KvSources(events, settings)
 
     def begin(self, stay: Stay) -> None:
         """Send Submit."""
@@ -75,8 +81,21 @@ class SimulatedLease:
         worker = self._floor.worker(stay.decode)
         if worker is None or not self._floor.takes_work(stay.decode):
             self._events.after(self._settings.call_s, self._answered, stay, False)
-        else:
+        elif stay.prefill is not None:
             worker.call(lambda at_s: self._reserve(stay, worker, at_s))
+        else:
+            request = stay.request
+            self._sources.bring(
+                worker,
+                request.arrival.hashes,
+                request.num_tokens,
+                None,
+                lambda brought: self._brought_here(stay, worker, brought),
+            )
+
+    def _brought_here(self, stay: Stay, worker: ModelledWorker, brought: Brought) -> None:
+        stay.brought = brought
+        worker.call(lambda at_s: self._reserve(stay, worker, at_s))
 
     def _reserve(self, stay: Stay, worker: ModelledWorker, at_s: float) -> None:
         if stay.is_over:
@@ -119,6 +138,36 @@ class SimulatedLease:
         if worker is None or not self._floor.takes_work(stay.prefill):
             self._events.after(self._settings.call_s, self._not_computed, stay, prompt)
         else:
+            holder = self._holder(stay, worker) if self._settings.fetching is not None else None
+            self._sources.bring(
+                worker,
+                request.arrival.hashes,
+                request.num_tokens,
+                holder,
+                lambda brought: self._brought_there(stay, prompt, worker, brought),
+            )
+
+    def _holder(self, stay: Stay, worker: ModelledWorker) -> ModelledWorker | None:
+        """Return the worker that is asked for KV, as router/lifecycle/prefill_stage.py names it: the decode worker, which has it
+        pinned, or another one that has more by the index; equals take turns."""
+        known = self._outlook.holders(stay.request, self._events.now)
+        at_decode = 0 if stay.owned is None else stay.owned.num_cached
+        found = [(at_decode, 0, stay.decode)]
+        if len(known) <= MAX_HOLDERS:
+            most = stay.request.num_tokens - 1
+            others = [(key, tokens) for key, tokens in known.items() if tokens > at_decode and key[0] != stay.decode]
+            found += [(min(tokens, most), _turn_of(stay.request.number, key[0]), key[0]) for key, tokens in others]
+        here = known.get((worker.name, EPOCH), 0)
+        for num_tokens, _, name in sorted(found, reverse=True):
+            if num_tokens > here and name != worker.name and (name, EPOCH) not in stay.tried:
+                holder = self._floor.worker(name)
+                if holder is not None:
+                    return holder
+        return None
+
+    def _brought_there(self, stay: Stay, prompt: Sequence, worker: ModelledWorker, brought: Brought) -> None:
+        if not stay.is_over and stay.prompt is prompt:
+            stay.brought = brought
             worker.call(lambda at_s: self._compute(stay, prompt, worker, at_s))
 
     def _compute(self, stay: Stay, prompt: Sequence, worker: ModelledWorker, at_s: float) -> None:
@@ -153,7 +202,7 @@ class SimulatedLease:
     def on_prompt(self, sequence: Sequence, at_s: float) -> None:
         """Handle a computed prompt; see `Watcher`."""
         stay = _stay_of(sequence)
-        stay.request.num_cached = sequence.num_cached
+        _note_cached(stay, sequence.num_cached)
         if sequence.prefill_only:
             self._computed_elsewhere(stay, sequence, at_s)
         elif not stay.is_over:
@@ -254,6 +303,18 @@ class SimulatedLease:
     def _forget(self, stay: Stay) -> None:
         """Drop the placement from its sequences, so that memory is freed without cycle collection."""
         stay.owned = stay.prompt = None
+
+
+def _turn_of(number: int, name: str) -> int:
+    return zlib.crc32(f"{number} {name}".encode())
+
+
+def _note_cached(stay: Stay, num_cached: int) -> None:
+    """Record where its prompt's KV came from. What was evicted again before the prompt's turn had to be computed."""
+    request = stay.request
+    request.num_cached = num_cached
+    request.num_fetched = min(num_cached, stay.brought.num_fetched)
+    request.num_restored = min(num_cached - request.num_fetched, stay.brought.num_restored)
 
 
 def _stay_of(sequence: Sequence) -> Stay:

@@ -7,12 +7,13 @@ from typing import NamedTuple
 from kvtransfer.layout import EVERYWHERE, Layout, Transports
 from pdmesh.simulator.request import Request
 from pdmesh.simulator.settings import MeshSettings
+from pdmesh.simulator.workers.kv_room import CacheChanges
 from pdmesh.simulator.workers.spec import WorkerSpec
 from pdmesh.simulator.workers.worker import Figures
 from router.fleet.worker import Dispatched, counted
 from router.flow_control.slo_admission import Forecast
-from router.kv_index.block_map import BlockMap
-from router.kv_index.index import IN_FLIGHT_S, Part, PrefixMemory, together
+from router.kv_index.block_map import BlockMap, WorkerSlots
+from router.kv_index.index import IN_FLIGHT_S, NO_TOKENS, Part, PrefixMemory, PromptTokens, together
 from router.routing.cost_model import OutputLengths, Overheads
 from router.routing.filters import NoPlacement, Placement, RoutingRequest
 from router.routing.fleet_snapshot import FleetSnapshot
@@ -23,7 +24,7 @@ from router.routing.worker_snapshot import WorkerKey, WorkerSnapshot
 # The prefix index of one router: what workers report, and what was just sent. On the real index.
 
 
-NO_PREFIXES: Mapping[WorkerKey, int] = {}
+NOTHING_HELD = PromptTokens(NO_TOKENS, NO_TOKENS)
 
 
 class Prefixes:
@@ -31,33 +32,41 @@ class Prefixes:
     block."""
 
     def __init__(self, max_blocks: int, prefix_tokens: int) -> None:
-        self._told = BlockMap(max_blocks)
+        slots = WorkerSlots()
+        self._told, self._tiers = BlockMap(max_blocks, slots), BlockMap(max_blocks, slots)
         self._sent = PrefixMemory(max_blocks, IN_FLIGHT_S)
         self._prefix_tokens = prefix_tokens
 
-    def cached_tokens(self, hashes: Sequence[int], now: float) -> Mapping[WorkerKey, int]:
-        """Return the prompt tokens that each worker is thought to have cached; workers with none are absent. Use it at once."""
+    def look_up(self, hashes: Sequence[int], now: float) -> PromptTokens:
+        """Return what workers are thought to have of the prompt. Use it at once."""
         if not hashes or not self._prefix_tokens:
-            return NO_PREFIXES
+            return NOTHING_HELD
         maps = (self._told, *self._sent.maps(now))
         parts = [Part(blocks, levels, self._prefix_tokens) for blocks in maps if (levels := blocks.levels(hashes))]
-        return together(parts) if parts else NO_PREFIXES
+        return PromptTokens(together(parts) if parts else NO_TOKENS, self._restorable(hashes))
+
+    def _restorable(self, hashes: Sequence[int]) -> Mapping[WorkerKey, int]:
+        levels = self._told.levels_of_either(self._tiers, hashes) if len(self._tiers) else []
+        return together([Part(self._told, levels, self._prefix_tokens)]) if levels else NO_TOKENS
 
     def sent(self, worker: WorkerKey, hashes: Sequence[int], now: float) -> None:
         """Note blocks that it computes or receives, and will soon report."""
         if hashes and self._prefix_tokens:
             self._sent.record(worker, hashes, now, keep=False)
 
-    def tell(self, worker: WorkerKey, stored: Sequence[int], evicted: Sequence[int]) -> None:
-        """Note what its cache has stored and evicted."""
-        if stored:
-            self._told.add(worker, stored)
-        if evicted:
-            self._told.remove(worker, evicted)
+    def tell(self, worker: WorkerKey, changes: CacheChanges) -> None:
+        """Note what its cache and its tiers have stored and evicted."""
+        told = ((self._told, changes.stored, changes.evicted), (self._tiers, changes.tier_stored, changes.tier_evicted))
+        for blocks, stored, evicted in told:
+            if stored:
+                blocks.add(worker, stored)
+            if evicted:
+                blocks.remove(worker, evicted)
 
     def forget(self, worker: WorkerKey) -> None:
         """Forget a worker."""
         self._told.forget(worker)
+        self._tiers.forget(worker)
         self._sent.forget(worker)
 
 
@@ -73,8 +82,11 @@ EPOCH = 1
 class Ledger:
     """Hold one worker's state. `figures` None: the router has not heard of it, or no longer does."""
 
-    def __init__(self, name: str, spec: WorkerSpec) -> None:
+    def __init__(self, name: str, spec: WorkerSpec, settings: MeshSettings | None = None) -> None:
         self.name, self.spec = name, spec
+        fetching, tiers = (None, None) if settings is None else (settings.fetching, settings.tiers)
+        self._fetch_token_s = 0.0 if fetching is None else spec.kv_bytes_per_token / fetching.bytes_per_s
+        self._restore_token_s = 0.0 if tiers is None else spec.kv_bytes_per_token / tiers.bytes_per_s
         self.key: WorkerKey = (name, EPOCH)
         self.figures: Figures | None = None
         self._layout = _layout(spec.block_size)
@@ -147,6 +159,8 @@ class Ledger:
             dispatched_context=sent.context,
             dispatched_longest=sent.longest,
             keeps_pace=spec.keeps_pace,
+            fetch_token_s=self._fetch_token_s,
+            restore_token_s=self._restore_token_s,
         )
 
 
@@ -188,7 +202,7 @@ class SimulatedRouting:
 
     def meet(self, name: str, spec: WorkerSpec) -> None:
         """Expect reports of a worker."""
-        self._ledgers[name] = Ledger(name, spec)
+        self._ledgers[name] = Ledger(name, spec, self._settings)
         self.max_context = max(self.max_context, spec.largest)
 
     def lose(self, name: str) -> None:
@@ -225,11 +239,11 @@ class SimulatedRouting:
             ledger.released(sent, now)
             self._changed(name)
 
-    def told(self, name: str, stored: list[int], evicted: list[int]) -> None:
-        """Note what its prefix cache has stored and evicted."""
+    def told(self, name: str, changes: CacheChanges) -> None:
+        """Note what its prefix cache and its tiers have stored and evicted."""
         ledger = self._ledgers.get(name)
-        if ledger is not None and (stored or evicted):
-            self.prefixes.tell(ledger.key, stored, evicted)
+        if ledger is not None and any(changes):
+            self.prefixes.tell(ledger.key, changes)
             self._latest = None
 
     def sent_prompt(self, name: str, request: Request, now: float) -> None:
@@ -285,17 +299,19 @@ class SimulatedRouting:
         """Return the routing request, as router/routing/routing_request.py builds it."""
         max_tokens, objective = self.max_tokens(request), self._settings.objective
         expected = self.output_lengths.expected(MODEL, request.arrival.tenant, max_tokens)
+        held = self.prefixes.look_up(request.arrival.hashes, now)
         return RoutingRequest(
             model=MODEL,
             num_tokens=request.num_tokens,
             max_total_tokens=request.num_input + max_tokens,
-            cached_tokens=self.prefixes.cached_tokens(request.arrival.hashes, now),
+            cached_tokens=held.cached,
             excluded_decode=excluded_decode,
             excluded_prefill=excluded_prefill,
             expected_tokens=max(1.0, expected - request.num_emitted),
             ttft_goal_s=request.ttft_goal_s,
             tpot_goal_s=request.tpot_goal_s,
             running_tpot_goal_s=None if objective is None else objective.tpot_ms / 1e3,
+            restorable_tokens=held.restorable,
         )
 
     def max_tokens(self, request: Request) -> int:
@@ -317,7 +333,11 @@ class SimulatedRouting:
 
     def cached_tokens(self, request: Request, worker: WorkerKey, now: float) -> int:
         """Return its prompt's tokens that `worker` is thought to have cached."""
-        return self.prefixes.cached_tokens(request.arrival.hashes, now).get(worker, 0)
+        return self.prefixes.look_up(request.arrival.hashes, now).cached.get(worker, 0)
+
+    def holders(self, request: Request, now: float) -> Mapping[WorkerKey, int]:
+        """Return the workers that are thought to have some of its prompt cached, with the number of tokens."""
+        return self.prefixes.look_up(request.arrival.hashes, now).cached
 
     def _idle_tpot_s(self, context: int, now: float) -> float | None:
         """Return the TPOT of the fastest idle worker; cached for a while, as it scans all."""

@@ -7,8 +7,10 @@ the worker's blocks as hold that many tokens.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Sequence as Names
+from typing import NamedTuple, Protocol
 
 # A request on one modelled worker: its tokens, and its blocks there.
 
@@ -66,10 +68,61 @@ class Sequence:
         return self.num_tokens - self.num_computed
 
 
-class KvRoom:
-    """Hold `num_blocks` of `block_size` tokens. `prefix_tokens` of one prefix hash; 0: no prefix cache."""
+class CacheChanges(NamedTuple):
+    """Hold prefix blocks that the pool, and the tiers beneath it, have stored and evicted."""
 
-    def __init__(self, num_blocks: int, block_size: int, prefix_tokens: int = 0) -> None:
+    stored: Names[int] = ()
+    evicted: Names[int] = ()
+    tier_stored: Names[int] = ()
+    tier_evicted: Names[int] = ()
+
+
+NO_CHANGES = CacheChanges()
+
+
+class TierRoom:
+    """Hold up to `max_blocks` prefix blocks beneath a pool, the least recently used first."""
+
+    def __init__(self, max_blocks: int) -> None:
+        self._max_blocks = max_blocks
+        self._held: dict[int, None] = {}
+        self._changes: dict[int, bool] = {}
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._held
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def store(self, names: Names[int]) -> None:
+        """Take in blocks, given in the order of a prompt, or make them the youngest; the first of them outlive the last."""
+        if not self._max_blocks:
+            return
+        for name in reversed(names[: self._max_blocks]):
+            if name in self._held:
+                del self._held[name]
+            else:
+                self._changes[name] = True
+            self._held[name] = None
+        for name in list(itertools.islice(self._held, max(0, len(self._held) - self._max_blocks))):
+            del self._held[name]
+            self._changes[name] = False
+
+    def take_changes(self) -> tuple[list[int], list[int]]:
+        """Return the blocks stored and evicted since the last call."""
+        changes, self._changes = self._changes, {}
+        return _split(changes)
+
+
+FREE_SHARE = 0.25
+"""This much of the pool stays free when blocks come from elsewhere: the number of pdmesh/engine/block_sharing.py."""
+
+
+class KvRoom:
+    """Hold `num_blocks` of `block_size` tokens. `prefix_tokens` of one prefix hash; 0: no prefix cache. `tiers` take in what is
+    published; None: there are none."""
+
+    def __init__(self, num_blocks: int, block_size: int, prefix_tokens: int = 0, tiers: TierRoom | None = None) -> None:
         self.num_total, self.block_size = num_blocks, block_size
         self.num_used = 0
         self.num_hit_tokens = 0
@@ -78,6 +131,7 @@ class KvRoom:
         self._pinned: dict[int, int] = {}  # prefix block → sequences that use it
         self._idle: dict[int, None] = {}  # least recently used first
         self._changes: dict[int, bool] = {}  # since the last query: is it there?
+        self._tiers = tiers
 
     @property
     def num_free(self) -> int:
@@ -122,6 +176,38 @@ class KvRoom:
                 sequence.shared.append(name)
                 sequence.num_blocks -= self._per_prefix
                 self._changes[name] = True
+        if self._tiers is not None and full:
+            self._tiers.store(sequence.hashes[:full])
+
+    def num_leading(self, names: Names[int], *, with_tiers: bool = False) -> int:
+        """Return how many of the first `names` are in the pool, or `with_tiers` in either."""
+        tiers = self._tiers if with_tiers else None
+        for number, name in enumerate(names):
+            if name not in self._pinned and name not in self._idle and (tiers is None or name not in tiers):
+                return number
+        return len(names)
+
+    def num_missing(self, names: Names[int]) -> int:
+        """Return how many of the names are not in the pool."""
+        return sum([name not in self._pinned and name not in self._idle for name in names])
+
+    def take_in(self, names: Names[int]) -> int:
+        """Add the blocks of a prompt's beginning that came from elsewhere to the prefix cache, in the place of idle ones; return
+        how many it lacked. None is taken if too little of the pool stayed free."""
+        missing = [name for name in names if name not in self._pinned and name not in self._idle]
+        num_idle = sum([name not in self._pinned for name in names])
+        if num_idle * self._per_prefix + self.num_used > self.num_total * (1 - FREE_SHARE):
+            return 0
+        for name in reversed(names):  # the youngest from now on, the first of them outlive the last
+            if name not in self._pinned:
+                self._idle.pop(name, None)
+                self._idle[name] = None
+        for name in missing:
+            self._changes[name] = True
+        if self._tiers is not None:
+            self._tiers.store(names)
+        self._make_place()
+        return len(missing)
 
     def release(self, sequence: Sequence) -> None:
         """Release what it holds; the end of a prefix is evicted before its beginning."""
@@ -135,13 +221,13 @@ class KvRoom:
                 self.num_used -= self._per_prefix
         sequence.num_blocks, sequence.shared = 0, []
 
-    def take_changes(self) -> tuple[list[int], list[int]]:
+    def take_changes(self) -> CacheChanges:
         """Return the prefix blocks stored and evicted since the last call."""
-        if not self._changes:
-            return [], []
+        if not self._changes and self._tiers is None:
+            return NO_CHANGES
         changes, self._changes = self._changes, {}
-        stored = [name for name, is_there in changes.items() if is_there]
-        return stored, [name for name, is_there in changes.items() if not is_there]
+        tiers = ([], []) if self._tiers is None else self._tiers.take_changes()
+        return CacheChanges(*_split(changes), *tiers)
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Raise AssertionError unless every block in use belongs to one of these sequences."""
@@ -163,3 +249,9 @@ class KvRoom:
             oldest = next(iter(self._idle))
             del self._idle[oldest]
             self._changes[oldest] = False
+
+
+def _split(changes: dict[int, bool]) -> tuple[list[int], list[int]]:
+    """Return what is there now, and what is not."""
+    stored = [name for name, is_there in changes.items() if is_there]
+    return stored, [name for name, is_there in changes.items() if not is_there]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Names
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from typing import NamedTuple
 from pdmesh.planning.latency_model import MUCH_SHORTER, OLDEST_SHARE, PACE_TARGET
 from pdmesh.simulator.events import EventQueue
 from pdmesh.simulator.workers.batch import Paces, Rows, StepsUnderWay, StepTimes, prompts_s
-from pdmesh.simulator.workers.kv_room import KvRoom, Sequence
+from pdmesh.simulator.workers.kv_room import KvRoom, Sequence, TierRoom
 from pdmesh.simulator.workers.spec import WorkerSpec
 
 # The figures that a modelled worker reports: those of `pdmesh/engine/scheduler/stats.py`. Pure.
@@ -154,15 +155,19 @@ _shortest: Callable[[Sequence], tuple[int, int]] = attrgetter("num_remaining", "
 
 
 class ModelledWorker:
-    """Model a worker. `name` is its address; `seed` draws the noise of `spec`. Requests come in as commands: `call` runs them
-    between two steps, as the engine does."""
+    """Model a worker. `name` is its address; `seed` draws the noise of `spec`; `tier_bytes` of KV fit beneath its pool. Requests
+    come in as commands: `call` runs them between two steps, as the engine does."""
 
-    def __init__(self, name: str, spec: WorkerSpec, events: EventQueue, seed: int = 0) -> None:
+    def __init__(self, name: str, spec: WorkerSpec, events: EventQueue, seed: int = 0, tier_bytes: float = 0.0) -> None:
         self.name, self.spec = name, spec
         self.counters = Counters()
         self.is_dead = False
         self.num_changes = 0  # of anything in its figures
-        self.rows, self.room = Rows(spec.block_size), KvRoom(spec.num_blocks, spec.block_size, spec.prefix_tokens)
+        block_bytes = spec.prefix_tokens * spec.kv_bytes_per_token
+        tiers = TierRoom(int(tier_bytes / block_bytes)) if tier_bytes and block_bytes else None
+        self.rows, self.room = Rows(spec.block_size), KvRoom(spec.num_blocks, spec.block_size, spec.prefix_tokens, tiers)
+        self.num_sends = 0  # to workers that fetch from it
+        self.fetches: dict[tuple[int, ...], list[Callable[[], None]]] = {}  # under way, with the prompts that wait for the same
         self.paces = Paces()
         self.prompts: list[Sequence] = []  # they have blocks, in order of arrival
         self.waiting: list[Sequence] = []  # they have none
@@ -189,6 +194,13 @@ class ModelledWorker:
             self._begin(self._events.now)
         elif len(self._commands) == 1:
             self._cut_short(self._events.now)
+
+    def take_in(self, names: Names[int]) -> int:
+        """Add prefix blocks that came from elsewhere; return how many it lacked, 0 where there is no room for them."""
+        if self.is_dead:
+            return 0
+        self.num_changes += 1
+        return self.room.take_in(names)
 
     def stop(self, now: float) -> None:
         """Die: what its rows have drawn by now is counted, and nothing happens here any more."""
