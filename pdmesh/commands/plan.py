@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import re
 import sys
 import tempfile
@@ -146,8 +147,8 @@ class Load:
             raise ValueError("rate: say how many requests come, such as 5/s; or give a --trace")
         self.simulated(1, 1).validate()
 
-    def simulated(self, ttft_ms: int, tpot_ms: int, *, routers: int = 1, handoff_gb_per_s: float = 5.0) -> SimulatorConfig:
-        """Return the simulator's configuration for it; workers are added later."""
+    def simulated(self, ttft_ms: int, tpot_ms: int) -> SimulatorConfig:
+        """Return the simulator's configuration for it; workers and bandwidths are added later."""
         return SimulatorConfig(
             speed="-",
             decode=1,
@@ -164,8 +165,6 @@ class Load:
             seed=self.seed,
             ttft_ms=ttft_ms,
             tpot_ms=tpot_ms,
-            routers=routers,
-            handoff_gb_per_s=handoff_gb_per_s,
         )
 
     @property
@@ -190,6 +189,16 @@ class Promise:
     deployable: bool = field(default=False, metadata={"help": "only what pdmesh runs today, as with --overlay"})
     routers: int = field(default=1, metadata={"help": "routers, to which arrivals go in turn"})
     handoff_gb_per_s: float = field(default=5.0, metadata={"help": "bandwidth of hand-offs, 10^9 bytes a second"})
+    fetch_gb_per_s: float = field(
+        default=0.0,
+        metadata={"help": "at which prefill workers fetch KV from others, 10^9 bytes a second; 0: they do not"},
+    )
+    tier_gb: float = field(
+        default=0.0, metadata={"help": "host memory and disk for KV beneath each worker's pool, 10^9 bytes; 0: none"}
+    )
+    tier_gb_per_s: float = field(
+        default=2.0, metadata={"help": "bandwidth at which KV is restored from there, 10^9 bytes a second"}
+    )
     effort: Literal["quick", "normal", "thorough"] = field(
         default="normal", metadata={"help": "how many meshes are simulated: within about 50,000, 100,000 or 600,000 requests"}
     )
@@ -206,8 +215,12 @@ class Promise:
             raise ValueError("price: must be more than 0")
         if self.gpus < 0 or self.routers < 1:
             raise ValueError("gpus: must not be negative" if self.gpus < 0 else "routers: must be at least 1")
-        if self.handoff_gb_per_s <= 0:
-            raise ValueError("handoff_gb_per_s: must be positive")
+        for name in ("handoff_gb_per_s", "tier_gb_per_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}: must be positive")
+        for name in ("fetch_gb_per_s", "tier_gb"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name}: must not be negative")
 
     @property
     def ttft_ms(self) -> int:
@@ -297,12 +310,7 @@ def run(options: Options) -> int:
         workers = _workers(options)
         if options.output.overlay:
             _base(options, workers)
-        config = options.load.simulated(
-            options.promise.ttft_ms,
-            options.promise.tpot_ms,
-            routers=options.promise.routers,
-            handoff_gb_per_s=options.promise.handoff_gb_per_s,
-        )
+        config = _simulated(options)
         traffic, notes = _traffic(config, _max_context(options, workers))
         task, more_notes = _task(options, workers, config, traffic)
         gc.freeze()  # as the simulator does: existing objects stay, and new ones have no cycles
@@ -317,6 +325,14 @@ def run(options: Options) -> int:
         print(f"pdmesh plan: {error}", file=sys.stderr)
         return EXIT_USAGE
     return 0
+
+
+def _simulated(options: Options) -> SimulatorConfig:
+    """Return the simulator's configuration; workers are added later."""
+    promise = options.promise
+    config = options.load.simulated(promise.ttft_ms, promise.tpot_ms)
+    same = ("routers", "handoff_gb_per_s", "fetch_gb_per_s", "tier_gb", "tier_gb_per_s")
+    return replace(config, **{name: getattr(promise, name) for name in same})
 
 
 def _workers(options: Options) -> _Workers:

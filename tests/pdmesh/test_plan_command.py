@@ -158,6 +158,25 @@ def test_nonsense_is_named(flags: list[str], code: int, said: str, model: str, c
     assert line.startswith("pdmesh plan: ")
 
 
+def test_tiers_and_fetching_are_planned_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Conversations whose history does not fit the pool: fewer workers keep the objective where it is restored."""
+    rows = [
+        {"timestamp": 4000 * turn + 130 * number, "input_length": 2048 + 512 * turn, "output_length": 8,
+         "hash_ids": [100 * number + block for block in range(4 + turn)]}
+        for turn in range(8) for number in range(30)
+    ]  # fmt: skip
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    small = tmp_path / "small.json"
+    small.write_text(json.dumps(SPEED | {"num_blocks": 1200, "kv_bytes_per_token": 65536}))
+    asked = ["plan", "--speed", str(small), "--trace", f"mooncake={trace}", "--effort", "quick", "--json"]
+    cost = []
+    for more in ([], ["--fetch-gb-per-s", "5", "--tier-gb", "50", "--tier-gb-per-s", "5"]):
+        assert cli.run([*asked, "--slo-ttft", "1500ms", "--slo-tpot", "90ms", "--quantile", "0.9", *more]) == 0
+        cost.append(json.loads(capsys.readouterr().out)["chosen"]["devices"])
+    assert cost[1] < cost[0]
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -169,6 +188,9 @@ def test_nonsense_is_named(flags: list[str], code: int, said: str, model: str, c
         (["--device", "l4", *LOAD, "--effort", "none"], "--effort: 'none' is not known"),
         (["--device", "l4", *LOAD, "--report", "/no/such/folder/x.html"], "--report: /no/such/folder/x.html cannot be written"),
         (["--device", "l4", *LOAD, "--headroom", "-1"], "--headroom: must be"),
+        (["--device", "l4", *LOAD, "--tier-gb", "-1"], "--tier-gb: must not be negative"),
+        (["--device", "l4", *LOAD, "--tier-gb-per-s", "0"], "--tier-gb-per-s: must be positive"),
+        (["--device", "l4", *LOAD, "--fetch-gb-per-s", "-2"], "--fetch-gb-per-s: must not be negative"),
         (["--device", "l4", "--rate", "5/s", "--requests", "0"], "--requests: give 1 or more"),
         (["--device", "l4", *LOAD, "--swing", "0.5@0"], "--swing: the period 0 is not more than 0 seconds"),
         (["--device", "l4", *LOAD, "--burst", "-1@3"], "--burst: '-1@3' is not FACTOR@START"),
