@@ -36,8 +36,7 @@ from pdmesh.worker.control import ControlServicer, RoleChanges
 from pdmesh.worker.description import Description, describe
 from pdmesh.worker.engines.base import EngineEvents, WorkerEngine
 from pdmesh.worker.expert_load import ExpertWindow
-from pdmesh.worker.kv_sources import WorkerKVSources
-from pdmesh.worker.kv_tiers import open_kv_tiers
+from pdmesh.worker.kv_sources import WorkerKVSources, open_kv_tiers
 from pdmesh.worker.load import LoadReporter, StepWatch
 from pdmesh.worker.metrics import Seen, WorkerMetrics, read
 from pdmesh.worker.prefix_publisher import PrefixPublisher, list_blocks
