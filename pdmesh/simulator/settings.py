@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from pdmesh.planning.objectives import ModelObjective
 from router.flow_control.capacity import AdmissionSettings
-from router.routing.cost_policy import FETCH_S, RESTORE_S
+from router.routing.cost_model import FETCH_S, RESTORE_S
 from router.routing.policy import POLICIES
 
 

@@ -39,6 +39,11 @@ MAX_AHEAD_S = 0.25
 ALWAYS_AHEAD_S = 0.1
 """A prompt that exceeds MAX_AHEAD_S by itself is sent to a worker with no more work than this."""
 
+FETCH_S = 0.004
+"""What it takes to fetch KV beside its bytes: two calls and a hello (prefill_service/kv_pull.py)."""
+RESTORE_S = 0.001
+"""What it takes to restore KV from a worker's tiers beside its bytes: commands to the engine."""
+
 NEUTRAL = LatencyModel(
     fixed_s=5e-3, per_prefill_token_s=2e-4, per_prefill_context_s=1e-8, per_sequence_s=3e-4, per_context_token_s=1e-7
 )

@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 from pdmesh.planning.latency_model import PACE_TARGET
 from router.routing.cost_model import (
+    FETCH_S,
+    RESTORE_S,
     SPARED,
     Goals,
     OutputSide,
@@ -149,10 +151,6 @@ SHORTLIST, LARGE_FLEET, SHORTLIST_OF_LARGE = 4, 64, 2
 """In a pool of more than LARGE_FLEET workers, the best two of a ranking differ little from the next."""
 
 THOROUGH = 256
-FETCH_S = 0.004
-"""What it takes to fetch KV beside its bytes: two calls and a hello (prefill_service/kv_pull.py)."""
-RESTORE_S = 0.001
-"""What it takes to restore KV from a worker's tiers beside its bytes: commands to the engine."""
 MAX_CACHED_ON = 64
 """When more workers than this have a part of the prompt cached, the shortlists contain good ones anyway."""
 
