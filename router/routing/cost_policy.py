@@ -314,7 +314,7 @@ class _CandidateSearch:
     def local(self, decodes: Iterable[WorkerEstimate]) -> list[Candidate]:
         """Return a LOCAL candidate for each decode worker."""
         found, goals, gaps = list[Candidate](), self._goals, self._gaps
-        part_of = self._restoring_part if self._restorable else self._prompt_part
+        part_of = self._fetching_part if self._held or self._restorable else self._prompt_part
         for estimate in decodes:
             view, part = estimate.view, part_of(estimate)
             over = self._overheads.between(None, view)
@@ -375,8 +375,7 @@ class _CandidateSearch:
         return known
 
     def _fetching_part(self, estimate: WorkerEstimate) -> PromptPart:
-        """Return the prompt part of a prefill worker, which may fetch what another worker has cached, or restore what its tiers
-        hold."""
+        """Return the prompt part of a worker that may fetch what another worker has cached, or restore what its tiers hold."""
         known = self._fetching.get(estimate)
         if known is None:
             known = self._restoring_part(estimate) if self._restorable else self._prompt_part(estimate)

@@ -20,7 +20,7 @@ from pdmesh.simulator.workers.kv_room import CacheChanges, KvRoom, TierRoom
 from pdmesh.simulator.workers.kv_sources import NOTHING, Brought, KvSources
 from pdmesh.simulator.workers.worker import ModelledWorker
 from prefill_service import kv_pull, kv_send
-from router.lifecycle import prefill_stage
+from router.lifecycle import kv_holder
 from tests.simulator.specs import LARGE
 from tests.simulator.test_kv_room import prompt
 from tests.simulator.test_mesh import settle
@@ -37,7 +37,7 @@ def test_the_numbers_are_those_of_real_workers() -> None:
     assert FAST.fixed_s == kv_pull.FIXED_S
     assert FAST.max_sends == kv_send.MOST_SENDS
     assert kv_room.FREE_SHARE == block_sharing.FREE_SHARE
-    assert lease.MAX_HOLDERS == prefill_stage.MAX_HOLDERS
+    assert lease.MAX_HOLDERS == kv_holder.MAX_HOLDERS
 
 
 def test_blocks_from_elsewhere_take_the_place_of_idle_ones_and_leave_a_quarter_free() -> None:

@@ -1,0 +1,103 @@
+"""Conversations of agents whose histories together are longer than a pool: 8 turns with 500 new tokens each, at several rates,
+through a mesh that fetches and restores KV and through one that computes it again; both run, and take turns.
+"""
+
+from __future__ import annotations
+
+import statistics
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+
+from benchmarks.harness import Figure, say
+from benchmarks.kv.meshes import WITH, WITHOUT, interleaved, num_computed, running
+from pdmesh.launcher.mesh import LocalMesh
+from pdmesh.loadtest.arrivals import fixed
+from pdmesh.loadtest.measure import Measurement, measure
+from pdmesh.loadtest.record import ObjectiveBook, Objectives
+from pdmesh.loadtest.result import Result
+from pdmesh.loadtest.targets.grpc import GrpcSettings, GrpcTarget
+from pdmesh.loadtest.workload import Arrivals, TrafficClass, Workload
+
+TURNS, QUESTION, ANSWER, THINK_S = 8, 372, 128, 2.0
+RATES = (0.03, 0.06, 0.12)
+"""Sessions a second: from one that both meshes keep up with to one that neither does."""
+WINDOW_S, WARMUP_S = 75.0, 25.0
+POOL_MB = 192
+"""Of each worker: some 8 300 tokens, two of these conversations at their end."""
+OBJECTIVES = Objectives(ttft_ms=2000, tpot_ms=150)
+
+
+@dataclass
+class Seen:
+    """Hold what a mesh did at each rate."""
+
+    goodputs: list[float] = field(default_factory=list)
+    later_ms: list[float] = field(default_factory=list)
+    num_computed: int = 0
+    num_requests: int = 0
+
+
+async def load(mesh: LocalMesh, rate: float, seed: int) -> Result:
+    """Return the result of sessions at this rate."""
+    target = GrpcTarget(",".join(mesh.router_addresses), GrpcSettings())
+    workload = Workload(
+        Arrivals("constant", rate=rate),
+        (TrafficClass(input_tokens=fixed(QUESTION), output_tokens=fixed(ANSWER)),),
+        turns=fixed(TURNS),
+        think_s=fixed(THINK_S),
+    )
+    try:
+        await target.check()
+        measurement = Measurement(workload, ObjectiveBook(OBJECTIVES), seed=seed, duration_s=WINDOW_S, warmup_s=WARMUP_S)
+        return await measure(target, measurement)
+    finally:
+        await target.close()
+
+
+async def figures(num_each: int) -> list[Figure]:
+    """Return the figures of meshes with so many workers of each kind."""
+    seen = {name: Seen() for name in (WITH, WITHOUT)}
+    async with AsyncExitStack() as stack:
+        meshes = {}
+        for name in (WITH, WITHOUT):
+            sources = {"has_tiers": name == WITH, "fetches": name == WITH}
+            mesh = running("--kv-memory-mb", str(POOL_MB), prefill=num_each, decode=num_each, **sources)
+            meshes[name] = await stack.enter_async_context(mesh)
+        for number, rate in enumerate(RATES):
+            for name in interleaved(number):
+                before = await num_computed(meshes[name])
+                result = await load(meshes[name], rate, seed=100 * num_each + number)
+                later = result.by_turns["later"].ttft.p50
+                seen[name].goodputs.append(result.summary.goodput)
+                seen[name].later_ms.append(later if later is not None else float("inf"))
+                seen[name].num_computed += await num_computed(meshes[name]) - before
+                seen[name].num_requests += result.summary.num_requests
+                say(f"{num_each} + {num_each}, {rate} sessions/s, {name}: goodput {result.summary.goodput:.3f}, later {later} ms")
+    return _figures(f"{num_each} + {num_each}", seen[WITH], seen[WITHOUT])
+
+
+def _figures(shape: str, kept: Seen, computed: Seen) -> list[Figure]:
+    ratios = [one / other for one, other in zip(kept.later_ms, computed.later_ms, strict=True)]
+    best = max(kept.goodputs) / max(computed.goodputs) if max(computed.goodputs) else float("inf")
+    found = [
+        Figure(
+            f"TTFT p50 of turns 2 to {TURNS} with fetching and a disk tier, of that without, {shape}, median of {len(RATES)} rates",
+            round(statistics.median(ratios), 3),
+            "ratio",
+            "lower",
+            goal="<= 0.5",
+        ),
+        Figure(
+            f"goodput with fetching and a disk tier, of that without, {shape}, best of {len(RATES)} rates each",
+            round(best, 3),
+            "ratio",
+            "higher",
+            goal=">= 1.3",
+        ),
+    ]
+    for number, rate in enumerate(RATES):
+        for words, one in (("with", kept), ("without", computed)):
+            at = f"{words} fetching and a disk tier, {shape}, {rate} sessions/s"
+            found.append(Figure(f"goodput {at}", round(one.goodputs[number], 3), "requests/s", "higher"))
+            found.append(Figure(f"TTFT p50 of turns 2 to {TURNS} {at}", round(one.later_ms[number], 1), "ms", "lower"))
+    return found
