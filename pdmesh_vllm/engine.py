@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from pdmesh.engine.interface import NO_STATES, ReservedBlocks
 from pdmesh.engine.kernels.cpu import library
 from pdmesh.engine.kernels.cpu.sampling import NativeSampler
 from pdmesh.engine.kernels.triton.support import why_not_here
+from pdmesh.engine.kv_cache.block_events import BlockEventLog, BlockEvents, StoredBlock
 from pdmesh.engine.kv_cache.block_pool import BlockChanges, BlockLog
 from pdmesh.engine.kv_cache.streams import streams_of
 from pdmesh.engine.loader.builder import Progress
@@ -145,6 +147,9 @@ class VllmEngine:
     def prefix_cache(self, max_changes: int) -> VllmPrefixCache:
         return VllmPrefixCache(self, max_changes)
 
+    def block_events(self) -> VllmBlockEvents:
+        return VllmBlockEvents(self)
+
     async def release_retained(self, tenant: str, session: str) -> int:
         return 0  # Lack.RETENTION
 
@@ -217,6 +222,24 @@ class VllmPrefixCache:
 
     async def blocks(self) -> tuple[int, tuple[bytes, ...]]:
         return await self._engine.calls.call(lambda core: core.index.blocks())
+
+
+class VllmBlockEvents:
+    """Satisfy `BlockEventSource` with vLLM's KV events, in the names of the mesh."""
+
+    def __init__(self, engine: VllmEngine) -> None:
+        self._engine = engine
+        engine.index.events = self._log = BlockEventLog(nullcontext())  # written and read on the engine's thread
+
+    @property
+    def has_changes(self) -> bool:
+        return self._log.pending
+
+    async def take(self) -> BlockEvents | None:
+        return await self._engine.calls.call(lambda _core: self._log.take())
+
+    async def take_all(self) -> tuple[BlockEvents | None, tuple[StoredBlock, ...]]:
+        return await self._engine.calls.call(lambda _core: self._log.take_all())
 
 
 def sampler(device: torch.device, num_threads: int, num_seqs: int) -> Sample:

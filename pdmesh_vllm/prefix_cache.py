@@ -6,11 +6,13 @@ vLLM names a block by a hash of its own; the mesh by a chain of hashes over the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from array import array
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
+from pdmesh.engine.kv_cache.block_events import BlockEventLog, StoredBlock
 from pdmesh.engine.kv_cache.block_pool import BlockChanges, BlockLog
 from pdmesh.text.block_hash import hash_block
 
@@ -37,6 +39,7 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._names: dict[object, bytes] = {}  # by vLLM's hash
         self.log: BlockLog | None = None
+        self.events: BlockEventLog | None = None  # with token ids, if it is set
 
     def __len__(self) -> int:
         return len(self._names)
@@ -78,9 +81,25 @@ class PrefixIndex:
             if parent is None:  # its beginning is not cached any more, so no prompt finds it
                 return
             tokens = event.token_ids[index * event.block_size : (index + 1) * event.block_size]
-            parent = self._names[block_hash] = hash_block(parent, tokens)
+            before, parent = parent, hash_block(parent, tokens)
+            self._names[block_hash] = parent
             self._note(parent, stored=True)
+            if self.events is not None:
+                self.events.store(self._described(self.events, parent, before, tokens, event.lora_name or ""))
+
+    def _described(
+        self, events: BlockEventLog, name: bytes, before: bytes, token_ids: Sequence[int], adapter: str
+    ) -> StoredBlock:
+        """Return the description of a block behind `before`, another block or the root. An adapter's root is not told apart from
+        the tenant's here: the salt holds both."""
+        parent = events.blocks.get(before)
+        root = before if parent is None else parent.cache_root
+        return StoredBlock(name, None if parent is None else before, array("I", token_ids), root, adapter)
 
     def _note(self, name: bytes | None, *, stored: bool) -> None:
-        if name is not None and self.log is not None:
+        if name is None:
+            return
+        if self.log is not None:
             self.log.note(name, stored=stored)
+        if self.events is not None and not stored:
+            self.events.remove(name)

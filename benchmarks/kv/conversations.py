@@ -148,4 +148,3 @@ async def figures(num_each: int) -> list[Figure]:
             found.append(Figure(f"TTFT of turns 2 to {TURNS} {words} the way back, {shape}, {how}", milliseconds, "ms", "lower"))
     name = f"TTFT of prompts that no worker has seen with the way back, of that without it, {shape}"
     return [*found, Figure(name, round(statistics.median(fresh), 3), "ratio", "lower", goal="<= 1.01")]
-

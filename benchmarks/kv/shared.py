@@ -18,9 +18,10 @@ NUM_REQUESTS, NUM_CLIENTS = 60, 6
 
 async def computed_share(*, keeps: bool) -> float:
     """Return the tokens that were computed, of the distinct ones: each system prompt once, and each question."""
-    async with running(
-        "--kv-memory-mb", "256", both=NUM_WORKERS, has_tiers=keeps, fetches=keeps
-    ) as mesh, AsyncClient(mesh.router_addresses) as client:
+    async with (
+        running("--kv-memory-mb", "256", both=NUM_WORKERS, has_tiers=keeps, fetches=keeps) as mesh,
+        AsyncClient(mesh.router_addresses) as client,
+    ):
         for number in range(NUM_WORKERS):  # warms up
             await client.generate(tokens_of(900 + number, 64), max_tokens=2, temperature=0.0)
         before = await num_computed(mesh)

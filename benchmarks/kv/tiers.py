@@ -138,7 +138,10 @@ async def figures() -> list[Figure]:
     contents, num_bytes = await blocks.read(range(NUM_BLOCKS)), NUM_BLOCKS * blocks.block_bytes
     rates = SimpleNamespace(host=[], memory=[], disk=[], device=[])
     with TemporaryDirectory() as folder:
-        host, disk = HostTier(num_bytes, blocks.block_bytes), DiskTier(Path(folder), 2 * num_bytes, blocks.block_bytes, b"8 bytes.")
+        host, disk = (
+            HostTier(num_bytes, blocks.block_bytes),
+            DiskTier(Path(folder), 2 * num_bytes, blocks.block_bytes, b"8 bytes."),
+        )
         for name, content in zip(names, contents, strict=True):
             host.write(name, content, 0.0)
             disk.write(name, content, 0.0)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from pdmesh.engine.errors import InvalidRequest
 from pdmesh.engine.interface import ExpectedBlocks, ReservedBlocks
+from pdmesh.engine.kv_cache.block_events import BlockEventLog
 from pdmesh.engine.kv_cache.block_manager import BlockManager
 from pdmesh.engine.kv_cache.published_blocks import BlockName, PublishedBlocks
 from pdmesh.engine.request import EngineRequest
@@ -112,3 +113,9 @@ class BlockSharing:
                     log.note_tier(block_hash, stored=True)
                 for block_hash in evicted:
                     log.note_tier(block_hash, stored=False)
+
+    def watch(self) -> BlockEventLog:
+        """Return a log of what the prefix cache gains and loses from now on, with token ids. Call it before the first request, and
+        only where the log is read."""
+        self._blocks.pool.events = BlockEventLog(self._blocks.lock)
+        return self._blocks.pool.events

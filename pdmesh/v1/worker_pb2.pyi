@@ -1042,3 +1042,106 @@ class ReleaseRetainedResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReleaseRetainedResponse: _TypeAlias = ReleaseRetainedResponse  # noqa: Y015
+
+@_typing.final
+class WatchBlocksRequest(_message.Message):
+    """WatchBlocksRequest has no fields."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchBlocksRequest: _TypeAlias = WatchBlocksRequest  # noqa: Y015
+
+@_typing.final
+class BlockEvents(_message.Message):
+    """BlockEvents is a message of WatchBlocks: a part of the full list, or changes since the message before."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    IS_LIST_FIELD_NUMBER: _builtins.int
+    IS_LAST_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    STORED_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """epoch of the worker."""
+    is_list: _builtins.bool
+    """is_list: these blocks are a part of the full list, which replaces all that was sent before. Else they are changes."""
+    is_last: _builtins.bool
+    """is_last part of the list."""
+    @_builtins.property
+    def removed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """removed blocks, named as in BlockList, each of them known to the reader. They went before the stored ones came."""
+
+    @_builtins.property
+    def stored(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoredBlocks]:
+        """stored blocks, none of them known to the reader. In a list each comes behind the one before it in its prompt."""
+
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        is_list: _builtins.bool = ...,
+        is_last: _builtins.bool = ...,
+        removed: _abc.Iterable[_builtins.int] | None = ...,
+        stored: _abc.Iterable[Global___StoredBlocks] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "is_last", b"is_last", "is_list", b"is_list", "removed", b"removed", "stored", b"stored"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlockEvents: _TypeAlias = BlockEvents  # noqa: Y015
+
+@_typing.final
+class StoredBlocks(_message.Message):
+    """StoredBlocks are blocks that follow each other in a prompt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARENT_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    CACHE_ROOT_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    parent: _builtins.int
+    """parent is the block before the first of these. Absent: they begin a prompt."""
+    cache_root: _builtins.bytes
+    """cache_root of identity, tenant and salt, 16 bytes: which prompts share the blocks. Routers compute the same."""
+    adapter: _builtins.str
+    """adapter: name of the LoRA adapter that computed them. Empty: none."""
+    @_builtins.property
+    def blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """blocks, named as in BlockList, at least one."""
+
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """token_ids of all these blocks, block_size of the worker's layout each."""
+
+    def __init__(
+        self,
+        *,
+        parent: _builtins.int | None = ...,
+        blocks: _abc.Iterable[_builtins.int] | None = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        cache_root: _builtins.bytes = ...,
+        adapter: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_parent", b"_parent", "parent", b"parent"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent", b"_parent", "adapter", b"adapter", "blocks", b"blocks", "cache_root", b"cache_root", "parent", b"parent", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__parent: _TypeAlias = _typing.Literal["parent"]  # noqa: Y015
+    _WhichOneofArgType__parent: _TypeAlias = _typing.Literal["_parent", b"_parent"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__parent) -> _WhichOneofReturnType__parent | None: ...
+
+Global___StoredBlocks: _TypeAlias = StoredBlocks  # noqa: Y015

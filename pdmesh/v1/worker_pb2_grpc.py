@@ -86,6 +86,11 @@ class WorkerControlStub:
                 request_serializer=pdmesh_dot_v1_dot_worker__pb2.ReleaseRetainedRequest.SerializeToString,
                 response_deserializer=pdmesh_dot_v1_dot_worker__pb2.ReleaseRetainedResponse.FromString,
                 _registered_method=True)
+        self.WatchBlocks = channel.unary_stream(
+                '/pdmesh.v1.WorkerControl/WatchBlocks',
+                request_serializer=pdmesh_dot_v1_dot_worker__pb2.WatchBlocksRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_worker__pb2.BlockEvents.FromString,
+                _registered_method=True)
 
 
 class WorkerControlServicer:
@@ -167,6 +172,15 @@ class WorkerControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchBlocks(self, request, context):
+        """WatchBlocks streams what the worker's prefix cache holds, with token ids: the full list first, then changes. A reader that
+        falls behind gets the full list again. FAILED_PRECONDITION: the worker runs without --kv-events; RESOURCE_EXHAUSTED: too many
+        read already.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -219,6 +233,11 @@ def add_WorkerControlServicer_to_server(servicer, server):
                     servicer.ReleaseRetained,
                     request_deserializer=pdmesh_dot_v1_dot_worker__pb2.ReleaseRetainedRequest.FromString,
                     response_serializer=pdmesh_dot_v1_dot_worker__pb2.ReleaseRetainedResponse.SerializeToString,
+            ),
+            'WatchBlocks': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchBlocks,
+                    request_deserializer=pdmesh_dot_v1_dot_worker__pb2.WatchBlocksRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_worker__pb2.BlockEvents.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -492,6 +511,33 @@ class WorkerControl:
             '/pdmesh.v1.WorkerControl/ReleaseRetained',
             pdmesh_dot_v1_dot_worker__pb2.ReleaseRetainedRequest.SerializeToString,
             pdmesh_dot_v1_dot_worker__pb2.ReleaseRetainedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pdmesh.v1.WorkerControl/WatchBlocks',
+            pdmesh_dot_v1_dot_worker__pb2.WatchBlocksRequest.SerializeToString,
+            pdmesh_dot_v1_dot_worker__pb2.BlockEvents.FromString,
             options,
             channel_credentials,
             insecure,

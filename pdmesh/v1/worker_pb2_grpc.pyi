@@ -63,6 +63,11 @@ class WorkerControlStub:
     """
     ReleaseRetained: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ReleaseRetainedRequest, _worker_pb2.ReleaseRetainedResponse]
     """ReleaseRetained gives up what is retained for a session; idempotent."""
+    WatchBlocks: _grpc.UnaryStreamMultiCallable[_worker_pb2.WatchBlocksRequest, _worker_pb2.BlockEvents]
+    """WatchBlocks streams what the worker's prefix cache holds, with token ids: the full list first, then changes. A reader that
+    falls behind gets the full list again. FAILED_PRECONDITION: the worker runs without --kv-events; RESOURCE_EXHAUSTED: too many
+    read already.
+    """
 
 @_typing.type_check_only
 class WorkerControlAsyncStub(WorkerControlStub):
@@ -98,6 +103,11 @@ class WorkerControlAsyncStub(WorkerControlStub):
     """
     ReleaseRetained: _aio.UnaryUnaryMultiCallable[_worker_pb2.ReleaseRetainedRequest, _worker_pb2.ReleaseRetainedResponse]  # type: ignore[assignment]
     """ReleaseRetained gives up what is retained for a session; idempotent."""
+    WatchBlocks: _aio.UnaryStreamMultiCallable[_worker_pb2.WatchBlocksRequest, _worker_pb2.BlockEvents]  # type: ignore[assignment]
+    """WatchBlocks streams what the worker's prefix cache holds, with token ids: the full list first, then changes. A reader that
+    falls behind gets the full list again. FAILED_PRECONDITION: the worker runs without --kv-events; RESOURCE_EXHAUSTED: too many
+    read already.
+    """
 
 class WorkerControlServicer(metaclass=_abc_1.ABCMeta):
     """WorkerControl is served by every worker."""
@@ -190,5 +200,16 @@ class WorkerControlServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.ReleaseRetainedResponse, _abc.Awaitable[_worker_pb2.ReleaseRetainedResponse]]:
         """ReleaseRetained gives up what is retained for a session; idempotent."""
+
+    @_abc_1.abstractmethod
+    def WatchBlocks(
+        self,
+        request: _worker_pb2.WatchBlocksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.BlockEvents], _abc.AsyncIterator[_worker_pb2.BlockEvents]]:
+        """WatchBlocks streams what the worker's prefix cache holds, with token ids: the full list first, then changes. A reader that
+        falls behind gets the full list again. FAILED_PRECONDITION: the worker runs without --kv-events; RESOURCE_EXHAUSTED: too many
+        read already.
+        """
 
 def add_WorkerControlServicer_to_server(servicer: WorkerControlServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

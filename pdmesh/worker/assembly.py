@@ -36,6 +36,8 @@ from pdmesh.worker.control import ControlServicer, RoleChanges
 from pdmesh.worker.description import Description, describe
 from pdmesh.worker.engines.base import EngineEvents, WorkerEngine
 from pdmesh.worker.expert_load import ExpertWindow
+from pdmesh.worker.kv_events.service import KVEvents
+from pdmesh.worker.kv_events.stream import watch_blocks
 from pdmesh.worker.kv_sources import WorkerKVSources, open_kv_tiers
 from pdmesh.worker.load import LoadReporter, StepWatch
 from pdmesh.worker.metrics import Seen, WorkerMetrics, read
@@ -88,6 +90,7 @@ class Worker:
         self._grammars = compiler_for(engine.facts)
         self.adapters = WorkerAdapters(engine.adapters, config.served_name, self._adapters_changed)
         served_model = ServedModel.of(engine.facts, config.served_name, self._grammars, self.adapters.find)
+        self.kv_events = KVEvents(config.kv_event_settings, engine, served_model.plain_root)
         self.watch = StepWatch(engine.pacer)
         self._experts = ExpertWindow()
         self.load = self._load_reporter()
@@ -129,7 +132,8 @@ class Worker:
         await self._server.start()
         self._receiver.grpc_address = self._address
         self.description = self._describe()
-        for work in (self.decode.keeper.run(), self.load.run()):
+        self.kv_events.open()
+        for work in (self.decode.keeper.run(), self.load.run(), *self.kv_events.work()):
             self._tasks.append(self._background(work))
         if self._publisher is not None:
             self._tasks.append(self._background(self._publisher.run(BlockStream(self._config.redis, self._config.mesh))))
@@ -146,6 +150,7 @@ class Worker:
             changes=self.changes,
             set_roles=self.set_roles,
             list_blocks=lambda: list_blocks(self._prefix_cache, self.epoch, lambda: self.tiers.held if self.tiers else ()),
+            watch_blocks=lambda: watch_blocks(self.kv_events.feed, self.epoch),
             keep_traces=self.tracing.keep,
             release_retained=self.engine.release_retained,
             send_blocks=self._blocks.send,
@@ -185,6 +190,7 @@ class Worker:
         self.gate.draining = True
         self.changes.close()
         self.decode.close_streams()
+        self.kv_events.close()
         await self._server.drain(STREAM_END_GRACE_S)
         for task in self._tasks:
             task.cancel()

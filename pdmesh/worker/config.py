@@ -19,6 +19,7 @@ from pdmesh.runtime.rpc.tls import TlsConfig
 from pdmesh.runtime.telemetry.config import TelemetryConfig
 from pdmesh.worker.engines.registry import DEFAULT_ENGINE, ENGINE_HELP, ENGINES, check_settings
 from pdmesh.worker.engines.vllm_settings import VLLM_ARG_HELP
+from pdmesh.worker.kv_events.settings import KVEventSettings
 from pdmesh.worker.roles import ROLE_NAMES
 
 # Cores of an engine's threads. Only these are bound; the event loop and gRPC stay where the system puts them.
@@ -102,6 +103,7 @@ class WorkerConfig:
     report_period_s: float = field(default=0.2, metadata={"help": "period of load reports to routers"})
     kv_pull: str = field(default="auto", metadata={"help": _KV_PULL_HELP, "choices": ("auto", "always", "off")})
     tiers: TierConfig = field(default_factory=TierConfig, metadata={"flatten": True})
+    kv_event_settings: KVEventSettings = field(default_factory=KVEventSettings, metadata={"flatten": True})
     drain_grace_s: float = field(default=30.0, metadata={"help": "how long running requests may finish after SIGTERM"})
     cpus: tuple[int, ...] = field(default=(), metadata={"help": "cores of the engine's threads, such as 0,1; empty: any (Linux)"})
     tls: TlsConfig = field(default_factory=TlsConfig, metadata={"flatten": True})

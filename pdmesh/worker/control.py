@@ -59,7 +59,8 @@ class RoleChanges:
 
 
 class ControlServicer(WorkerControlServicer):
-    """Serve GetInfo, Watch, SetRoles, ListBlocks, KeepTraces, ReleaseRetained, SendBlocks, and the loading of adapters."""
+    """Serve GetInfo, Watch, SetRoles, ListBlocks, WatchBlocks, KeepTraces, ReleaseRetained, SendBlocks, and the loading of
+    adapters."""
 
     def __init__(
         self,
@@ -69,6 +70,7 @@ class ControlServicer(WorkerControlServicer):
         changes: RoleChanges,
         set_roles: Callable[[frozenset[Role], float], Awaitable[None]],
         list_blocks: Callable[[], AsyncIterator[worker_pb2.BlockList]],
+        watch_blocks: Callable[[], AsyncIterator[worker_pb2.BlockEvents]],
         keep_traces: Callable[[Sequence[int]], None],
         release_retained: Callable[[str, str], Awaitable[int]],
         send_blocks: Callable[[worker_pb2.SendBlocksRequest], Awaitable[worker_pb2.SendBlocksResponse]],
@@ -81,6 +83,7 @@ class ControlServicer(WorkerControlServicer):
         self._changes = changes
         self._set_roles = set_roles
         self._list_blocks = list_blocks
+        self._watch_blocks = watch_blocks
         self._keep_traces = keep_traces
         self._release_retained = release_retained
         self._send_blocks = send_blocks
@@ -110,6 +113,12 @@ class ControlServicer(WorkerControlServicer):
     ) -> AsyncIterator[worker_pb2.BlockList]:
         async for part in self._list_blocks():
             yield part
+
+    async def WatchBlocks(
+        self, request: worker_pb2.WatchBlocksRequest, context: _ServicerContext
+    ) -> AsyncIterator[worker_pb2.BlockEvents]:
+        async for message in self._watch_blocks():
+            yield message
 
     async def KeepTraces(self, request: worker_pb2.KeepTracesRequest, context: _ServicerContext) -> worker_pb2.KeepTracesResponse:
         if len(request.trace_ids) > MAX_TRACES:

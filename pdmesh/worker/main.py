@@ -22,6 +22,7 @@ from pdmesh.worker.assembly import Worker
 from pdmesh.worker.config import DecodeConfig, PrefillConfig, WorkerConfig
 from pdmesh.worker.engines.base import WorkerEngine
 from pdmesh.worker.engines.registry import loader, require
+from pdmesh.worker.kv_events.settings import require_libraries
 
 _PROGRESS_PERIOD_S = 2.0
 _SILENCE_S = 10.0
@@ -49,6 +50,7 @@ async def serve(life: Lifecycle, config: WorkerConfig, *, prog: str = "worker") 
     """Run one worker. Raises ConfigError when the model cannot be loaded or does not fit, or an address is taken."""
     log.configure(prog)
     require(config.engine_name, config.engine.device)
+    require_libraries(config.kv_event_settings)
     engine = await _load_engine(life, config)
     if life.stopping:
         engine.close()

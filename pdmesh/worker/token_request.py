@@ -215,6 +215,11 @@ class ServedModel:
 
         return cls(identity, layout, TokenRequestTranslator(identity.model, cache_root, grammars, adapter_of))
 
+    @property
+    def plain_root(self) -> bytes:
+        """Return the root of the block hashes of requests without tenant and salt."""
+        return self.translate.cache_root("", "")
+
 
 # The grammar compiler of an engine's model.
 

@@ -158,6 +158,11 @@ class EngineBridge(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.Worker
     async def SendBlocks(self, request: worker_pb2.SendBlocksRequest, context: _ControlContext) -> worker_pb2.SendBlocksResponse:
         raise Unimplemented(_STOCK)
 
+    def WatchBlocks(
+        self, request: worker_pb2.WatchBlocksRequest, context: _ControlContext
+    ) -> AsyncIterator[worker_pb2.BlockEvents]:
+        raise Unimplemented(_STOCK)
+
     # DecodeService
 
     async def Submit(self, request: decode_pb2.SubmitRequest, context: _ServicerContext) -> decode_pb2.SubmitResponse:

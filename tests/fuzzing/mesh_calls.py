@@ -43,7 +43,7 @@ _FIRST_OF_WORKER = _names(
         "grpc.health.v1.Health": "Check Watch List",
     }
 )
-ROUTER_METHODS = _names(
+_FIRST_OF_ROUTER = _names(
     {
         "pdmesh.v1.Mesh": "Generate Chat Tokenize Embed ListModels GetStatus Explain LoadAdapter UnloadAdapter ListAdapters "
         "ReleaseSession",
@@ -54,7 +54,8 @@ ROUTER_METHODS = _names(
         "grpc.health.v1.Health": "Check Watch List",
     }
 )
-WORKER_METHODS = (*_FIRST_OF_WORKER, "pdmesh.v1.WorkerControl.SendBlocks")
+ROUTER_METHODS = (*_FIRST_OF_ROUTER, "vllm.grpc.engine.VllmEngine.SubscribeKvEvents")
+WORKER_METHODS = (*_FIRST_OF_WORKER, "pdmesh.v1.WorkerControl.SendBlocks", "pdmesh.v1.WorkerControl.WatchBlocks")
 """Methods, in the order of their numbers in kept inputs: new ones come last. A run finds one that is missing."""
 
 

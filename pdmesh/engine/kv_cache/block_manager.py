@@ -13,6 +13,7 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
 from pdmesh.engine.errors import InvalidRequest
+from pdmesh.engine.kv_cache.block_events import BlockEventLog, stored_block
 from pdmesh.engine.kv_cache.block_pool import BlockPool, num_blocks_for
 from pdmesh.engine.kv_cache.published_blocks import PublishedBlocks, names_of
 from pdmesh.engine.scheduler.sequence import Sequence
@@ -91,7 +92,8 @@ class BlockManager:
             return
         hashes = self._hashes(sequence, num_full)
         for index in range(sequence.num_published, num_full):
-            self.pool.publish(sequence.block_ids[index], hashes[index])
+            if self.pool.publish(sequence.block_ids[index], hashes[index]) and self.pool.events is not None:
+                self._note_stored(self.pool.events, sequence, index)
         self._note_published(sequence, sequence.num_published, num_full)
         sequence.num_published = num_full
 
@@ -101,6 +103,11 @@ class BlockManager:
             retention = sequence.group.retention
             keep_s = 0.0 if retention is None or retention.final else retention.seconds
             self.published.note(names_of(sequence.group.request.block_root, sequence.block_hashes[:end], first), keep_s)
+
+    def _note_stored(self, events: BlockEventLog, sequence: Sequence, index: int) -> None:
+        start, hashes = index * self._block_size, sequence.block_hashes
+        tokens = sequence.tokens(start, start + self._block_size)
+        events.store(stored_block(sequence.group.request, hashes[index], hashes[index - 1] if index else None, tokens))
 
     def withdraw(self, sequence: Sequence) -> None:
         """Let no other prompt find the blocks of a sequence whose logits are not finite: their content may be NaN, too."""

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from pdmesh.engine.errors import IntegrityError
+from pdmesh.engine.kv_cache.block_events import BlockEventLog
 from pdmesh.engine.kv_cache.retention import NO_RETENTION, RetainedBlocks, Retention, RetentionBounds
 
 # What a prefix cache has gained and lost, for an index of it elsewhere
@@ -105,6 +106,7 @@ class BlockPool:
         self.retained = RetainedBlocks(retention, self._lapse, clock)
         self._retained_hashes = self.retained.hashes
         self.log: BlockLog | None = None  # logs what is published and evicted, if it is set
+        self.events: BlockEventLog | None = None  # logs the same with token ids, if it is set
         self._refs = [0] * num_blocks
         self.highest_used = -1  # the highest block id that was ever used
         self.num_retained_evicted = 0  # retained blocks that were evicted before their time, since no other was free
@@ -178,13 +180,15 @@ class BlockPool:
                     self._expendable[block_id] = None
                     self._expendable.move_to_end(block_id, last=False)
 
-    def publish(self, block_id: int, block_hash: bytes) -> None:
-        """Publish a full, computed block as a prefix. Of equal blocks the one that was published first is found."""
-        if block_hash not in self._block_of and block_id not in self._hash_of:
-            self._block_of[block_hash] = block_id
-            self._hash_of[block_id] = block_hash
-            if self.log is not None:
-                self.log.note(block_hash, stored=True)
+    def publish(self, block_id: int, block_hash: bytes) -> bool:
+        """Publish a full, computed block as a prefix; False: there is an equal one. Of equal blocks the first one is found."""
+        if block_hash in self._block_of or block_id in self._hash_of:
+            return False
+        self._block_of[block_hash] = block_id
+        self._hash_of[block_id] = block_hash
+        if self.log is not None:
+            self.log.note(block_hash, stored=True)
+        return True
 
     def withdraw(self, block_ids: Iterable[int]) -> None:
         """Take blocks out of the prefix cache, whose content turned out to be useless. Sequences that hold them keep them."""
@@ -263,3 +267,5 @@ class BlockPool:
                 self.retained.forget(block_hash)
             if self.log is not None:
                 self.log.note(block_hash, stored=False)
+            if self.events is not None:
+                self.events.remove(block_hash)

@@ -24,13 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(pdmesh/third_party/vllm/smg_common.proto\x12\x0fsmg.grpc.common\"\x15\n\x13GetTokenizerRequest\"1\n\x11GetTokenizerChunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0e\n\x06sha256\x18\x02 \x01(\t\"&\n\x11\x46lushCacheRequest\x12\x11\n\ttimeout_s\x18\x01 \x01(\x02\"6\n\x12\x46lushCacheResponse\x12\x0f\n\x07success\x18\x01 \x01(\x08\x12\x0f\n\x07message\x18\x02 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(pdmesh/third_party/vllm/smg_common.proto\x12\x0fsmg.grpc.common\"\x15\n\x13GetTokenizerRequest\"1\n\x11GetTokenizerChunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0e\n\x06sha256\x18\x02 \x01(\t\"&\n\x11\x46lushCacheRequest\x12\x11\n\ttimeout_s\x18\x01 \x01(\x02\"6\n\x12\x46lushCacheResponse\x12\x0f\n\x07success\x18\x01 \x01(\x08\x12\x0f\n\x07message\x18\x02 \x01(\t\"b\n\x18SubscribeKvEventsRequest\x12\x1d\n\x15start_sequence_number\x18\x01 \x01(\x04\x12\'\n\x1fload_records_before_first_batch\x18\x02 \x01(\x08\"\xcb\x01\n\x0cKvEventBatch\x12\x17\n\x0fsequence_number\x18\x01 \x01(\x04\x12\x11\n\ttimestamp\x18\x02 \x01(\x01\x12-\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x1d.smg.grpc.common.KvCacheEvent\x12\x14\n\x07\x64p_rank\x18\x04 \x01(\x05H\x00\x88\x01\x01\x12\x32\n\x08snapshot\x18\x07 \x01(\x0b\x32 .smg.grpc.common.KvSnapshotChunkB\n\n\x08_dp_rankJ\x04\x08\x05\x10\x06J\x04\x08\x06\x10\x07\"W\n\x0fKvSnapshotChunk\x12\r\n\x05index\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\x12\x0e\n\x06\x62locks\x18\x03 \x01(\x04\x12\x16\n\x0eunknown_before\x18\x04 \x01(\x04\"\xc4\x01\n\x0cKvCacheEvent\x12\x10\n\x08\x65vent_id\x18\x01 \x01(\x04\x12\x31\n\x06stored\x18\x02 \x01(\x0b\x32\x1f.smg.grpc.common.KvBlocksStoredH\x00\x12\x33\n\x07removed\x18\x03 \x01(\x0b\x32 .smg.grpc.common.KvBlocksRemovedH\x00\x12\x32\n\x07\x63leared\x18\x04 \x01(\x0b\x32\x1f.smg.grpc.common.KvCacheClearedH\x00\x42\x06\n\x04\x64\x61ta\"\xd6\x04\n\x0eKvBlocksStored\x12(\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x18.smg.grpc.common.KvBlock\x12\x1e\n\x11parent_block_hash\x18\x02 \x01(\x03H\x00\x88\x01\x01\x12/\n\x04tier\x18\x03 \x01(\x0e\x32\x1c.smg.grpc.common.KvCacheTierH\x01\x88\x01\x01\x12\x13\n\x06medium\x18\x04 \x01(\tH\x02\x88\x01\x01\x12\x16\n\tgroup_idx\x18\x05 \x01(\rH\x03\x88\x01\x01\x12\x1f\n\x12kv_cache_spec_kind\x18\x06 \x01(\tH\x04\x88\x01\x01\x12)\n\x1ckv_cache_spec_sliding_window\x18\x07 \x01(\rH\x05\x88\x01\x01\x12\x37\n\x08locality\x18\x08 \x01(\x0e\x32 .smg.grpc.common.KvCacheLocalityH\x06\x88\x01\x01\x12\x16\n\townership\x18\t \x01(\tH\x07\x88\x01\x01\x12\x17\n\nsession_id\x18\n \x01(\tH\x08\x88\x01\x01\x12\x16\n\tlora_name\x18\x0b \x01(\tH\t\x88\x01\x01\x12\x17\n\ncache_salt\x18\x0c \x01(\tH\n\x88\x01\x01\x42\x14\n\x12_parent_block_hashB\x07\n\x05_tierB\t\n\x07_mediumB\x0c\n\n_group_idxB\x15\n\x13_kv_cache_spec_kindB\x1f\n\x1d_kv_cache_spec_sliding_windowB\x0b\n\t_localityB\x0c\n\n_ownershipB\r\n\x0b_session_idB\x0c\n\n_lora_nameB\r\n\x0b_cache_salt\"\x96\x01\n\x07KvBlock\x12\x12\n\nblock_hash\x18\x01 \x01(\x03\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x12\n\nblock_size\x18\x03 \x01(\x05\x12\x14\n\x07lora_id\x18\x04 \x01(\x03H\x00\x88\x01\x01\x12\x18\n\x0b\x63\x61\x63he_level\x18\x05 \x01(\x05H\x01\x88\x01\x01\x42\n\n\x08_lora_idB\x0e\n\x0c_cache_levelJ\x04\x08\x06\x10\x07\"\xbd\x02\n\x0fKvBlocksRemoved\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x03\x12\x18\n\x0b\x63\x61\x63he_level\x18\x02 \x01(\x05H\x00\x88\x01\x01\x12/\n\x04tier\x18\x03 \x01(\x0e\x32\x1c.smg.grpc.common.KvCacheTierH\x01\x88\x01\x01\x12\x13\n\x06medium\x18\x04 \x01(\tH\x02\x88\x01\x01\x12\x16\n\tgroup_idx\x18\x05 \x01(\rH\x03\x88\x01\x01\x12\x37\n\x08locality\x18\x06 \x01(\x0e\x32 .smg.grpc.common.KvCacheLocalityH\x04\x88\x01\x01\x12\x16\n\townership\x18\x07 \x01(\tH\x05\x88\x01\x01\x42\x0e\n\x0c_cache_levelB\x07\n\x05_tierB\t\n\x07_mediumB\x0c\n\n_group_idxB\x0b\n\t_localityB\x0c\n\n_ownership\"6\n\x0eKvCacheCleared\x12\x16\n\townership\x18\x01 \x01(\tH\x00\x88\x01\x01\x42\x0c\n\n_ownership*\x92\x01\n\x0bKvCacheTier\x12\x1d\n\x19KV_CACHE_TIER_UNSPECIFIED\x10\x00\x12\x18\n\x14KV_CACHE_TIER_DEVICE\x10\x01\x12\x16\n\x12KV_CACHE_TIER_HOST\x10\x02\x12\x16\n\x12KV_CACHE_TIER_DISK\x10\x03\x12\x1a\n\x16KV_CACHE_TIER_EXTERNAL\x10\x04*o\n\x0fKvCacheLocality\x12!\n\x1dKV_CACHE_LOCALITY_UNSPECIFIED\x10\x00\x12\x1b\n\x17KV_CACHE_LOCALITY_LOCAL\x10\x01\x12\x1c\n\x18KV_CACHE_LOCALITY_REMOTE\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pdmesh.third_party.vllm.smg_common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_KVCACHETIER']._serialized_start=1956
+  _globals['_KVCACHETIER']._serialized_end=2102
+  _globals['_KVCACHELOCALITY']._serialized_start=2104
+  _globals['_KVCACHELOCALITY']._serialized_end=2215
   _globals['_GETTOKENIZERREQUEST']._serialized_start=61
   _globals['_GETTOKENIZERREQUEST']._serialized_end=82
   _globals['_GETTOKENIZERCHUNK']._serialized_start=84
@@ -39,4 +43,20 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FLUSHCACHEREQUEST']._serialized_end=173
   _globals['_FLUSHCACHERESPONSE']._serialized_start=175
   _globals['_FLUSHCACHERESPONSE']._serialized_end=229
+  _globals['_SUBSCRIBEKVEVENTSREQUEST']._serialized_start=231
+  _globals['_SUBSCRIBEKVEVENTSREQUEST']._serialized_end=329
+  _globals['_KVEVENTBATCH']._serialized_start=332
+  _globals['_KVEVENTBATCH']._serialized_end=535
+  _globals['_KVSNAPSHOTCHUNK']._serialized_start=537
+  _globals['_KVSNAPSHOTCHUNK']._serialized_end=624
+  _globals['_KVCACHEEVENT']._serialized_start=627
+  _globals['_KVCACHEEVENT']._serialized_end=823
+  _globals['_KVBLOCKSSTORED']._serialized_start=826
+  _globals['_KVBLOCKSSTORED']._serialized_end=1424
+  _globals['_KVBLOCK']._serialized_start=1427
+  _globals['_KVBLOCK']._serialized_end=1577
+  _globals['_KVBLOCKSREMOVED']._serialized_start=1580
+  _globals['_KVBLOCKSREMOVED']._serialized_end=1897
+  _globals['_KVCACHECLEARED']._serialized_start=1899
+  _globals['_KVCACHECLEARED']._serialized_end=1953
 # @@protoc_insertion_point(module_scope)

@@ -3,8 +3,11 @@
 isort:skip_file
 What the engine protocols of the SMG gateway share: the part of it that a router serves."""
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -15,6 +18,62 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _KvCacheTier:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _KvCacheTierEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KvCacheTier.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    KV_CACHE_TIER_UNSPECIFIED: _KvCacheTier.ValueType  # 0
+    """KV_CACHE_TIER_UNSPECIFIED: as KV_CACHE_TIER_DEVICE."""
+    KV_CACHE_TIER_DEVICE: _KvCacheTier.ValueType  # 1
+    """KV_CACHE_TIER_DEVICE: the pool that the engine computes in, whatever its device."""
+    KV_CACHE_TIER_HOST: _KvCacheTier.ValueType  # 2
+    """KV_CACHE_TIER_HOST is not sent."""
+    KV_CACHE_TIER_DISK: _KvCacheTier.ValueType  # 3
+    """KV_CACHE_TIER_DISK is not sent."""
+    KV_CACHE_TIER_EXTERNAL: _KvCacheTier.ValueType  # 4
+    """KV_CACHE_TIER_EXTERNAL is not sent."""
+
+class KvCacheTier(_KvCacheTier, metaclass=_KvCacheTierEnumTypeWrapper):
+    """KvCacheTier says in which memory blocks are."""
+
+KV_CACHE_TIER_UNSPECIFIED: KvCacheTier.ValueType  # 0
+"""KV_CACHE_TIER_UNSPECIFIED: as KV_CACHE_TIER_DEVICE."""
+KV_CACHE_TIER_DEVICE: KvCacheTier.ValueType  # 1
+"""KV_CACHE_TIER_DEVICE: the pool that the engine computes in, whatever its device."""
+KV_CACHE_TIER_HOST: KvCacheTier.ValueType  # 2
+"""KV_CACHE_TIER_HOST is not sent."""
+KV_CACHE_TIER_DISK: KvCacheTier.ValueType  # 3
+"""KV_CACHE_TIER_DISK is not sent."""
+KV_CACHE_TIER_EXTERNAL: KvCacheTier.ValueType  # 4
+"""KV_CACHE_TIER_EXTERNAL is not sent."""
+Global___KvCacheTier: _TypeAlias = KvCacheTier  # noqa: Y015
+
+class _KvCacheLocality:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _KvCacheLocalityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KvCacheLocality.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    KV_CACHE_LOCALITY_UNSPECIFIED: _KvCacheLocality.ValueType  # 0
+    """KV_CACHE_LOCALITY_UNSPECIFIED: as KV_CACHE_LOCALITY_LOCAL."""
+    KV_CACHE_LOCALITY_LOCAL: _KvCacheLocality.ValueType  # 1
+    """KV_CACHE_LOCALITY_LOCAL: in the engine, here the mesh."""
+    KV_CACHE_LOCALITY_REMOTE: _KvCacheLocality.ValueType  # 2
+    """KV_CACHE_LOCALITY_REMOTE is not sent."""
+
+class KvCacheLocality(_KvCacheLocality, metaclass=_KvCacheLocalityEnumTypeWrapper):
+    """KvCacheLocality says where blocks are relative to the engine."""
+
+KV_CACHE_LOCALITY_UNSPECIFIED: KvCacheLocality.ValueType  # 0
+"""KV_CACHE_LOCALITY_UNSPECIFIED: as KV_CACHE_LOCALITY_LOCAL."""
+KV_CACHE_LOCALITY_LOCAL: KvCacheLocality.ValueType  # 1
+"""KV_CACHE_LOCALITY_LOCAL: in the engine, here the mesh."""
+KV_CACHE_LOCALITY_REMOTE: KvCacheLocality.ValueType  # 2
+"""KV_CACHE_LOCALITY_REMOTE is not sent."""
+Global___KvCacheLocality: _TypeAlias = KvCacheLocality  # noqa: Y015
 
 @_typing.final
 class GetTokenizerRequest(_message.Message):
@@ -106,3 +165,404 @@ class FlushCacheResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FlushCacheResponse: _TypeAlias = FlushCacheResponse  # noqa: Y015
+
+@_typing.final
+class SubscribeKvEventsRequest(_message.Message):
+    """SubscribeKvEventsRequest asks for the KV events of an engine."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_SEQUENCE_NUMBER_FIELD_NUMBER: _builtins.int
+    LOAD_RECORDS_BEFORE_FIRST_BATCH_FIELD_NUMBER: _builtins.int
+    start_sequence_number: _builtins.int
+    """start_sequence_number to resume from. Only 0, which starts with a snapshot: nothing is kept between calls."""
+    load_records_before_first_batch: _builtins.bool
+    """load_records_before_first_batch is not used: load is not sent here, GetLoads has it."""
+    def __init__(
+        self,
+        *,
+        start_sequence_number: _builtins.int = ...,
+        load_records_before_first_batch: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["load_records_before_first_batch", b"load_records_before_first_batch", "start_sequence_number", b"start_sequence_number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SubscribeKvEventsRequest: _TypeAlias = SubscribeKvEventsRequest  # noqa: Y015
+
+@_typing.final
+class KvEventBatch(_message.Message):
+    """KvEventBatch holds events in their order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_NUMBER_FIELD_NUMBER: _builtins.int
+    TIMESTAMP_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
+    DP_RANK_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
+    sequence_number: _builtins.int
+    """sequence_number of the batch in its stream: the first is 1, each other one more than the one before."""
+    timestamp: _builtins.float
+    """timestamp (seconds of Unix time) at which the router made the batch."""
+    dp_rank: _builtins.int
+    """dp_rank is 0."""
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvCacheEvent]:
+        """events, at least one."""
+
+    @_builtins.property
+    def snapshot(self) -> Global___KvSnapshotChunk:
+        """snapshot: the batch is a part of a snapshot."""
+
+    def __init__(
+        self,
+        *,
+        sequence_number: _builtins.int = ...,
+        timestamp: _builtins.float = ...,
+        events: _abc.Iterable[Global___KvCacheEvent] | None = ...,
+        dp_rank: _builtins.int | None = ...,
+        snapshot: Global___KvSnapshotChunk | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_dp_rank", b"_dp_rank", "dp_rank", b"dp_rank", "snapshot", b"snapshot"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dp_rank", b"_dp_rank", "dp_rank", b"dp_rank", "events", b"events", "sequence_number", b"sequence_number", "snapshot", b"snapshot", "timestamp", b"timestamp"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__dp_rank: _TypeAlias = _typing.Literal["dp_rank"]  # noqa: Y015
+    _WhichOneofArgType__dp_rank: _TypeAlias = _typing.Literal["_dp_rank", b"_dp_rank"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__dp_rank) -> _WhichOneofReturnType__dp_rank | None: ...
+
+Global___KvEventBatch: _TypeAlias = KvEventBatch  # noqa: Y015
+
+@_typing.final
+class KvSnapshotChunk(_message.Message):
+    """KvSnapshotChunk says which part of a snapshot a batch is. The first begins with `cleared`, and all hold `stored` alone."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    UNKNOWN_BEFORE_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """index of the part, from 0."""
+    count: _builtins.int
+    """count of the parts."""
+    blocks: _builtins.int
+    """blocks in the whole snapshot."""
+    unknown_before: _builtins.int
+    """unknown_before is 0: a snapshot holds all that workers have told."""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        count: _builtins.int = ...,
+        blocks: _builtins.int = ...,
+        unknown_before: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "count", b"count", "index", b"index", "unknown_before", b"unknown_before"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvSnapshotChunk: _TypeAlias = KvSnapshotChunk  # noqa: Y015
+
+@_typing.final
+class KvCacheEvent(_message.Message):
+    """KvCacheEvent is one change."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EVENT_ID_FIELD_NUMBER: _builtins.int
+    STORED_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    CLEARED_FIELD_NUMBER: _builtins.int
+    event_id: _builtins.int
+    """event_id counts the events of the stream from 1; 0 in snapshots."""
+    @_builtins.property
+    def stored(self) -> Global___KvBlocksStored:
+        """stored blocks."""
+
+    @_builtins.property
+    def removed(self) -> Global___KvBlocksRemoved:
+        """removed blocks."""
+
+    @_builtins.property
+    def cleared(self) -> Global___KvCacheCleared:
+        """cleared: all blocks are gone."""
+
+    def __init__(
+        self,
+        *,
+        event_id: _builtins.int = ...,
+        stored: Global___KvBlocksStored | None = ...,
+        removed: Global___KvBlocksRemoved | None = ...,
+        cleared: Global___KvCacheCleared | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cleared", b"cleared", "data", b"data", "removed", b"removed", "stored", b"stored"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cleared", b"cleared", "data", b"data", "event_id", b"event_id", "removed", b"removed", "stored", b"stored"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_data: _TypeAlias = _typing.Literal["stored", "removed", "cleared"]  # noqa: Y015
+    _WhichOneofArgType_data: _TypeAlias = _typing.Literal["data", b"data"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_data) -> _WhichOneofReturnType_data | None: ...
+
+Global___KvCacheEvent: _TypeAlias = KvCacheEvent  # noqa: Y015
+
+@_typing.final
+class KvBlocksStored(_message.Message):
+    """KvBlocksStored are blocks that follow each other in a prompt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    PARENT_BLOCK_HASH_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
+    MEDIUM_FIELD_NUMBER: _builtins.int
+    GROUP_IDX_FIELD_NUMBER: _builtins.int
+    KV_CACHE_SPEC_KIND_FIELD_NUMBER: _builtins.int
+    KV_CACHE_SPEC_SLIDING_WINDOW_FIELD_NUMBER: _builtins.int
+    LOCALITY_FIELD_NUMBER: _builtins.int
+    OWNERSHIP_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    LORA_NAME_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    parent_block_hash: _builtins.int
+    """parent_block_hash of the block before the first. Absent: they begin a prompt."""
+    tier: Global___KvCacheTier.ValueType
+    """tier is KV_CACHE_TIER_DEVICE."""
+    medium: _builtins.str
+    """medium is "GPU", vLLM's name for the engine's pool."""
+    group_idx: _builtins.int
+    """group_idx is absent: there is one group."""
+    kv_cache_spec_kind: _builtins.str
+    """kv_cache_spec_kind is absent."""
+    kv_cache_spec_sliding_window: _builtins.int
+    """kv_cache_spec_sliding_window is absent."""
+    locality: Global___KvCacheLocality.ValueType
+    """locality is KV_CACHE_LOCALITY_LOCAL."""
+    ownership: _builtins.str
+    """ownership is absent."""
+    session_id: _builtins.str
+    """session_id is absent."""
+    lora_name: _builtins.str
+    """lora_name of the adapter that computed them. Absent: none."""
+    cache_salt: _builtins.str
+    """cache_salt of blocks that the caller's requests without a salt do not share: those of other tenants, and of requests with a
+    salt. It stands for both, and is neither.
+    """
+    @_builtins.property
+    def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvBlock]:
+        """blocks, at least one."""
+
+    def __init__(
+        self,
+        *,
+        blocks: _abc.Iterable[Global___KvBlock] | None = ...,
+        parent_block_hash: _builtins.int | None = ...,
+        tier: Global___KvCacheTier.ValueType | None = ...,
+        medium: _builtins.str | None = ...,
+        group_idx: _builtins.int | None = ...,
+        kv_cache_spec_kind: _builtins.str | None = ...,
+        kv_cache_spec_sliding_window: _builtins.int | None = ...,
+        locality: Global___KvCacheLocality.ValueType | None = ...,
+        ownership: _builtins.str | None = ...,
+        session_id: _builtins.str | None = ...,
+        lora_name: _builtins.str | None = ...,
+        cache_salt: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_group_idx", b"_group_idx", "_kv_cache_spec_kind", b"_kv_cache_spec_kind", "_kv_cache_spec_sliding_window", b"_kv_cache_spec_sliding_window", "_locality", b"_locality", "_lora_name", b"_lora_name", "_medium", b"_medium", "_ownership", b"_ownership", "_parent_block_hash", b"_parent_block_hash", "_session_id", b"_session_id", "_tier", b"_tier", "cache_salt", b"cache_salt", "group_idx", b"group_idx", "kv_cache_spec_kind", b"kv_cache_spec_kind", "kv_cache_spec_sliding_window", b"kv_cache_spec_sliding_window", "locality", b"locality", "lora_name", b"lora_name", "medium", b"medium", "ownership", b"ownership", "parent_block_hash", b"parent_block_hash", "session_id", b"session_id", "tier", b"tier"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_group_idx", b"_group_idx", "_kv_cache_spec_kind", b"_kv_cache_spec_kind", "_kv_cache_spec_sliding_window", b"_kv_cache_spec_sliding_window", "_locality", b"_locality", "_lora_name", b"_lora_name", "_medium", b"_medium", "_ownership", b"_ownership", "_parent_block_hash", b"_parent_block_hash", "_session_id", b"_session_id", "_tier", b"_tier", "blocks", b"blocks", "cache_salt", b"cache_salt", "group_idx", b"group_idx", "kv_cache_spec_kind", b"kv_cache_spec_kind", "kv_cache_spec_sliding_window", b"kv_cache_spec_sliding_window", "locality", b"locality", "lora_name", b"lora_name", "medium", b"medium", "ownership", b"ownership", "parent_block_hash", b"parent_block_hash", "session_id", b"session_id", "tier", b"tier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
+    _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015
+    _WhichOneofReturnType__group_idx: _TypeAlias = _typing.Literal["group_idx"]  # noqa: Y015
+    _WhichOneofArgType__group_idx: _TypeAlias = _typing.Literal["_group_idx", b"_group_idx"]  # noqa: Y015
+    _WhichOneofReturnType__kv_cache_spec_kind: _TypeAlias = _typing.Literal["kv_cache_spec_kind"]  # noqa: Y015
+    _WhichOneofArgType__kv_cache_spec_kind: _TypeAlias = _typing.Literal["_kv_cache_spec_kind", b"_kv_cache_spec_kind"]  # noqa: Y015
+    _WhichOneofReturnType__kv_cache_spec_sliding_window: _TypeAlias = _typing.Literal["kv_cache_spec_sliding_window"]  # noqa: Y015
+    _WhichOneofArgType__kv_cache_spec_sliding_window: _TypeAlias = _typing.Literal["_kv_cache_spec_sliding_window", b"_kv_cache_spec_sliding_window"]  # noqa: Y015
+    _WhichOneofReturnType__locality: _TypeAlias = _typing.Literal["locality"]  # noqa: Y015
+    _WhichOneofArgType__locality: _TypeAlias = _typing.Literal["_locality", b"_locality"]  # noqa: Y015
+    _WhichOneofReturnType__lora_name: _TypeAlias = _typing.Literal["lora_name"]  # noqa: Y015
+    _WhichOneofArgType__lora_name: _TypeAlias = _typing.Literal["_lora_name", b"_lora_name"]  # noqa: Y015
+    _WhichOneofReturnType__medium: _TypeAlias = _typing.Literal["medium"]  # noqa: Y015
+    _WhichOneofArgType__medium: _TypeAlias = _typing.Literal["_medium", b"_medium"]  # noqa: Y015
+    _WhichOneofReturnType__ownership: _TypeAlias = _typing.Literal["ownership"]  # noqa: Y015
+    _WhichOneofArgType__ownership: _TypeAlias = _typing.Literal["_ownership", b"_ownership"]  # noqa: Y015
+    _WhichOneofReturnType__parent_block_hash: _TypeAlias = _typing.Literal["parent_block_hash"]  # noqa: Y015
+    _WhichOneofArgType__parent_block_hash: _TypeAlias = _typing.Literal["_parent_block_hash", b"_parent_block_hash"]  # noqa: Y015
+    _WhichOneofReturnType__session_id: _TypeAlias = _typing.Literal["session_id"]  # noqa: Y015
+    _WhichOneofArgType__session_id: _TypeAlias = _typing.Literal["_session_id", b"_session_id"]  # noqa: Y015
+    _WhichOneofReturnType__tier: _TypeAlias = _typing.Literal["tier"]  # noqa: Y015
+    _WhichOneofArgType__tier: _TypeAlias = _typing.Literal["_tier", b"_tier"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_salt) -> _WhichOneofReturnType__cache_salt | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__group_idx) -> _WhichOneofReturnType__group_idx | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__kv_cache_spec_kind) -> _WhichOneofReturnType__kv_cache_spec_kind | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__kv_cache_spec_sliding_window) -> _WhichOneofReturnType__kv_cache_spec_sliding_window | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__locality) -> _WhichOneofReturnType__locality | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lora_name) -> _WhichOneofReturnType__lora_name | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__medium) -> _WhichOneofReturnType__medium | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ownership) -> _WhichOneofReturnType__ownership | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__parent_block_hash) -> _WhichOneofReturnType__parent_block_hash | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__session_id) -> _WhichOneofReturnType__session_id | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tier) -> _WhichOneofReturnType__tier | None: ...
+
+Global___KvBlocksStored: _TypeAlias = KvBlocksStored  # noqa: Y015
+
+@_typing.final
+class KvBlock(_message.Message):
+    """KvBlock is one block."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCK_HASH_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    LORA_ID_FIELD_NUMBER: _builtins.int
+    CACHE_LEVEL_FIELD_NUMBER: _builtins.int
+    block_hash: _builtins.int
+    """block_hash: the first eight bytes of the block's name in the mesh, as a signed number."""
+    block_size: _builtins.int
+    """block_size is their number."""
+    lora_id: _builtins.int
+    """lora_id is absent: adapters have names."""
+    cache_level: _builtins.int
+    """cache_level is absent: the engine's pool."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """token_ids of the block."""
+
+    def __init__(
+        self,
+        *,
+        block_hash: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        block_size: _builtins.int = ...,
+        lora_id: _builtins.int | None = ...,
+        cache_level: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_level", b"_cache_level", "_lora_id", b"_lora_id", "cache_level", b"cache_level", "lora_id", b"lora_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_level", b"_cache_level", "_lora_id", b"_lora_id", "block_hash", b"block_hash", "block_size", b"block_size", "cache_level", b"cache_level", "lora_id", b"lora_id", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__cache_level: _TypeAlias = _typing.Literal["cache_level"]  # noqa: Y015
+    _WhichOneofArgType__cache_level: _TypeAlias = _typing.Literal["_cache_level", b"_cache_level"]  # noqa: Y015
+    _WhichOneofReturnType__lora_id: _TypeAlias = _typing.Literal["lora_id"]  # noqa: Y015
+    _WhichOneofArgType__lora_id: _TypeAlias = _typing.Literal["_lora_id", b"_lora_id"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_level) -> _WhichOneofReturnType__cache_level | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lora_id) -> _WhichOneofReturnType__lora_id | None: ...
+
+Global___KvBlock: _TypeAlias = KvBlock  # noqa: Y015
+
+@_typing.final
+class KvBlocksRemoved(_message.Message):
+    """KvBlocksRemoved are blocks that no worker holds any more."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    CACHE_LEVEL_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
+    MEDIUM_FIELD_NUMBER: _builtins.int
+    GROUP_IDX_FIELD_NUMBER: _builtins.int
+    LOCALITY_FIELD_NUMBER: _builtins.int
+    OWNERSHIP_FIELD_NUMBER: _builtins.int
+    cache_level: _builtins.int
+    """cache_level is absent."""
+    tier: Global___KvCacheTier.ValueType
+    """tier is KV_CACHE_TIER_DEVICE."""
+    medium: _builtins.str
+    """medium is "GPU"."""
+    group_idx: _builtins.int
+    """group_idx is absent."""
+    locality: Global___KvCacheLocality.ValueType
+    """locality is KV_CACHE_LOCALITY_LOCAL."""
+    ownership: _builtins.str
+    """ownership is absent."""
+    @_builtins.property
+    def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """block_hashes, at least one."""
+
+    def __init__(
+        self,
+        *,
+        block_hashes: _abc.Iterable[_builtins.int] | None = ...,
+        cache_level: _builtins.int | None = ...,
+        tier: Global___KvCacheTier.ValueType | None = ...,
+        medium: _builtins.str | None = ...,
+        group_idx: _builtins.int | None = ...,
+        locality: Global___KvCacheLocality.ValueType | None = ...,
+        ownership: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_level", b"_cache_level", "_group_idx", b"_group_idx", "_locality", b"_locality", "_medium", b"_medium", "_ownership", b"_ownership", "_tier", b"_tier", "cache_level", b"cache_level", "group_idx", b"group_idx", "locality", b"locality", "medium", b"medium", "ownership", b"ownership", "tier", b"tier"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_level", b"_cache_level", "_group_idx", b"_group_idx", "_locality", b"_locality", "_medium", b"_medium", "_ownership", b"_ownership", "_tier", b"_tier", "block_hashes", b"block_hashes", "cache_level", b"cache_level", "group_idx", b"group_idx", "locality", b"locality", "medium", b"medium", "ownership", b"ownership", "tier", b"tier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__cache_level: _TypeAlias = _typing.Literal["cache_level"]  # noqa: Y015
+    _WhichOneofArgType__cache_level: _TypeAlias = _typing.Literal["_cache_level", b"_cache_level"]  # noqa: Y015
+    _WhichOneofReturnType__group_idx: _TypeAlias = _typing.Literal["group_idx"]  # noqa: Y015
+    _WhichOneofArgType__group_idx: _TypeAlias = _typing.Literal["_group_idx", b"_group_idx"]  # noqa: Y015
+    _WhichOneofReturnType__locality: _TypeAlias = _typing.Literal["locality"]  # noqa: Y015
+    _WhichOneofArgType__locality: _TypeAlias = _typing.Literal["_locality", b"_locality"]  # noqa: Y015
+    _WhichOneofReturnType__medium: _TypeAlias = _typing.Literal["medium"]  # noqa: Y015
+    _WhichOneofArgType__medium: _TypeAlias = _typing.Literal["_medium", b"_medium"]  # noqa: Y015
+    _WhichOneofReturnType__ownership: _TypeAlias = _typing.Literal["ownership"]  # noqa: Y015
+    _WhichOneofArgType__ownership: _TypeAlias = _typing.Literal["_ownership", b"_ownership"]  # noqa: Y015
+    _WhichOneofReturnType__tier: _TypeAlias = _typing.Literal["tier"]  # noqa: Y015
+    _WhichOneofArgType__tier: _TypeAlias = _typing.Literal["_tier", b"_tier"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_level) -> _WhichOneofReturnType__cache_level | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__group_idx) -> _WhichOneofReturnType__group_idx | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__locality) -> _WhichOneofReturnType__locality | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__medium) -> _WhichOneofReturnType__medium | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ownership) -> _WhichOneofReturnType__ownership | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tier) -> _WhichOneofReturnType__tier | None: ...
+
+Global___KvBlocksRemoved: _TypeAlias = KvBlocksRemoved  # noqa: Y015
+
+@_typing.final
+class KvCacheCleared(_message.Message):
+    """KvCacheCleared: all blocks are gone."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OWNERSHIP_FIELD_NUMBER: _builtins.int
+    ownership: _builtins.str
+    """ownership is absent."""
+    def __init__(
+        self,
+        *,
+        ownership: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_ownership", b"_ownership", "ownership", b"ownership"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ownership", b"_ownership", "ownership", b"ownership"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__ownership: _TypeAlias = _typing.Literal["ownership"]  # noqa: Y015
+    _WhichOneofArgType__ownership: _TypeAlias = _typing.Literal["_ownership", b"_ownership"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ownership) -> _WhichOneofReturnType__ownership | None: ...
+
+Global___KvCacheCleared: _TypeAlias = KvCacheCleared  # noqa: Y015

@@ -81,6 +81,11 @@ class VllmEngineStub:
                 request_serializer=pdmesh_dot_third__party_dot_vllm_dot_smg__common__pb2.GetTokenizerRequest.SerializeToString,
                 response_deserializer=pdmesh_dot_third__party_dot_vllm_dot_smg__common__pb2.GetTokenizerChunk.FromString,
                 _registered_method=True)
+        self.SubscribeKvEvents = channel.unary_stream(
+                '/vllm.grpc.engine.VllmEngine/SubscribeKvEvents',
+                request_serializer=pdmesh_dot_third__party_dot_vllm_dot_smg__common__pb2.SubscribeKvEventsRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_third__party_dot_vllm_dot_smg__common__pb2.KvEventBatch.FromString,
+                _registered_method=True)
 
 
 class VllmEngineServicer:
@@ -152,6 +157,15 @@ class VllmEngineServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SubscribeKvEvents(self, request, context):
+        """SubscribeKvEvents streams which blocks the workers of the mesh hold: a snapshot, then changes (docs/kv_events.md).
+        UNIMPLEMENTED: no worker runs with --kv-events; OUT_OF_RANGE: start_sequence_number is not 0; RESOURCE_EXHAUSTED: too many
+        subscribers, or blocks.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_VllmEngineServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -199,6 +213,11 @@ def add_VllmEngineServicer_to_server(servicer, server):
                     servicer.GetTokenizer,
                     request_deserializer=pdmesh_dot_third__party_dot_vllm_dot_smg__common__pb2.GetTokenizerRequest.FromString,
                     response_serializer=pdmesh_dot_third__party_dot_vllm_dot_smg__common__pb2.GetTokenizerChunk.SerializeToString,
+            ),
+            'SubscribeKvEvents': grpc.unary_stream_rpc_method_handler(
+                    servicer.SubscribeKvEvents,
+                    request_deserializer=pdmesh_dot_third__party_dot_vllm_dot_smg__common__pb2.SubscribeKvEventsRequest.FromString,
+                    response_serializer=pdmesh_dot_third__party_dot_vllm_dot_smg__common__pb2.KvEventBatch.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -445,6 +464,33 @@ class VllmEngine:
             '/vllm.grpc.engine.VllmEngine/GetTokenizer',
             pdmesh_dot_third__party_dot_vllm_dot_smg__common__pb2.GetTokenizerRequest.SerializeToString,
             pdmesh_dot_third__party_dot_vllm_dot_smg__common__pb2.GetTokenizerChunk.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SubscribeKvEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/vllm.grpc.engine.VllmEngine/SubscribeKvEvents',
+            pdmesh_dot_third__party_dot_vllm_dot_smg__common__pb2.SubscribeKvEventsRequest.SerializeToString,
+            pdmesh_dot_third__party_dot_vllm_dot_smg__common__pb2.KvEventBatch.FromString,
             options,
             channel_credentials,
             insecure,

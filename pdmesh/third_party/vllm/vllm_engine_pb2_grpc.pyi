@@ -57,6 +57,11 @@ class VllmEngineStub:
     """GetLoads sums up what the workers last reported."""
     GetTokenizer: _grpc.UnaryStreamMultiCallable[_smg_common_pb2.GetTokenizerRequest, _smg_common_pb2.GetTokenizerChunk]
     """GetTokenizer sends the model's tokenizer files."""
+    SubscribeKvEvents: _grpc.UnaryStreamMultiCallable[_smg_common_pb2.SubscribeKvEventsRequest, _smg_common_pb2.KvEventBatch]
+    """SubscribeKvEvents streams which blocks the workers of the mesh hold: a snapshot, then changes (docs/kv_events.md).
+    UNIMPLEMENTED: no worker runs with --kv-events; OUT_OF_RANGE: start_sequence_number is not 0; RESOURCE_EXHAUSTED: too many
+    subscribers, or blocks.
+    """
 
 @_typing.type_check_only
 class VllmEngineAsyncStub(VllmEngineStub):
@@ -84,6 +89,11 @@ class VllmEngineAsyncStub(VllmEngineStub):
     """GetLoads sums up what the workers last reported."""
     GetTokenizer: _aio.UnaryStreamMultiCallable[_smg_common_pb2.GetTokenizerRequest, _smg_common_pb2.GetTokenizerChunk]  # type: ignore[assignment]
     """GetTokenizer sends the model's tokenizer files."""
+    SubscribeKvEvents: _aio.UnaryStreamMultiCallable[_smg_common_pb2.SubscribeKvEventsRequest, _smg_common_pb2.KvEventBatch]  # type: ignore[assignment]
+    """SubscribeKvEvents streams which blocks the workers of the mesh hold: a snapshot, then changes (docs/kv_events.md).
+    UNIMPLEMENTED: no worker runs with --kv-events; OUT_OF_RANGE: start_sequence_number is not 0; RESOURCE_EXHAUSTED: too many
+    subscribers, or blocks.
+    """
 
 class VllmEngineServicer(metaclass=_abc_1.ABCMeta):
     """VllmEngine in front of a mesh. It names no model, so it serves where the router serves exactly one: FAILED_PRECONDITION elsewhere."""
@@ -162,5 +172,16 @@ class VllmEngineServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_smg_common_pb2.GetTokenizerChunk], _abc.AsyncIterator[_smg_common_pb2.GetTokenizerChunk]]:
         """GetTokenizer sends the model's tokenizer files."""
+
+    @_abc_1.abstractmethod
+    def SubscribeKvEvents(
+        self,
+        request: _smg_common_pb2.SubscribeKvEventsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_smg_common_pb2.KvEventBatch], _abc.AsyncIterator[_smg_common_pb2.KvEventBatch]]:
+        """SubscribeKvEvents streams which blocks the workers of the mesh hold: a snapshot, then changes (docs/kv_events.md).
+        UNIMPLEMENTED: no worker runs with --kv-events; OUT_OF_RANGE: start_sequence_number is not 0; RESOURCE_EXHAUSTED: too many
+        subscribers, or blocks.
+        """
 
 def add_VllmEngineServicer_to_server(servicer: VllmEngineServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -19,6 +19,7 @@ from kvtransfer.manifest import KVMemory
 from pdmesh.adapter_id import AdapterId
 from pdmesh.engine.hardware import MachineLimits, ModelCost
 from pdmesh.engine.interface import KVSharing, ServingEngine
+from pdmesh.engine.kv_cache.block_events import BlockEvents, StoredBlock
 from pdmesh.engine.kv_cache.block_pool import BlockChanges
 from pdmesh.engine.outputs import EngineStats, KVReady, StepResult
 from pdmesh.planning.latency_model import LatencyModel, ModelShape
@@ -113,6 +114,20 @@ class PrefixCache(Protocol):
         """Return the hashes of all blocks, and the sequence number of the last changes that they contain."""
 
 
+class BlockEventSource(Protocol):
+    """Tell which blocks the prefix cache holds, with their token ids, to one reader."""
+
+    @property
+    def has_changes(self) -> bool:
+        """Return whether `take` would return something; cheap, on the event loop."""
+
+    async def take(self) -> BlockEvents | None:
+        """Return what it gained and lost since the last call of this or `take_all`. Raises EngineStopped."""
+
+    async def take_all(self) -> tuple[BlockEvents | None, tuple[StoredBlock, ...]]:
+        """Return the same, and all blocks, these changes included. Raises EngineStopped."""
+
+
 def shape_of(cost: ModelCost) -> ModelShape:
     """Return the cost as the latency model's prior takes it."""
     return ModelShape(
@@ -156,6 +171,9 @@ class WorkerEngine(ServingEngine, Protocol):
     def prefix_cache(self, max_changes: int) -> PrefixCache:
         """Return the prefix cache, which logs at most `max_changes` between two calls (0: it logs none). Call it once, before
         `open`."""
+
+    def block_events(self) -> BlockEventSource:
+        """Return the prefix cache with token ids, which the engine keeps from then on. Call it once at most, before `open`."""
 
     async def release_retained(self, tenant: str, session: str) -> int:
         """Give up what is retained for a session; return how many blocks that were (0: none, or the engine lacks retention).

@@ -22,6 +22,7 @@ from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.hardware import MachineLimits, measure_limits
 from pdmesh.engine.interface import NO_STATES, ExpectedBlocks, ReservedBlocks
+from pdmesh.engine.kv_cache.block_events import BlockEvents, StoredBlock
 from pdmesh.engine.kv_cache.block_pool import BlockChanges
 from pdmesh.engine.kv_cache.published_blocks import BlockName, PublishedBlocks
 from pdmesh.engine.loader.builder import Progress
@@ -114,6 +115,9 @@ class BuiltinEngine:
 
     def prefix_cache(self, max_changes: int) -> BuiltinPrefixCache:
         return BuiltinPrefixCache(self, max_changes)
+
+    def block_events(self) -> BuiltinBlockEvents:
+        return BuiltinBlockEvents(self)
 
     async def release_retained(self, tenant: str, session: str) -> int:
         return self.calls.now(lambda engine: engine.release_retained(tenant, session))
@@ -267,6 +271,24 @@ class BuiltinPrefixCache:
 
     async def blocks(self) -> tuple[int, tuple[bytes, ...]]:
         return self._engine.calls.now(Engine.published_blocks)
+
+
+class BuiltinBlockEvents:
+    """Satisfy `BlockEventSource` with the engine's log: everything is answered at once, also while a step runs."""
+
+    def __init__(self, engine: BuiltinEngine) -> None:
+        self._engine = engine
+        self._log = engine.engine.sharing.watch()
+
+    @property
+    def has_changes(self) -> bool:
+        return self._log.pending
+
+    async def take(self) -> BlockEvents | None:
+        return self._engine.calls.now(lambda _engine: self._log.take())
+
+    async def take_all(self) -> tuple[BlockEvents | None, tuple[StoredBlock, ...]]:
+        return self._engine.calls.now(lambda _engine: self._log.take_all())
 
 
 class BuiltinAdapters:
