@@ -115,7 +115,7 @@ class BlockSharing:
                     log.note_tier(block_hash, stored=False)
 
     def watch(self) -> BlockEventLog:
-        """Return a log of what the prefix cache gains and loses from now on, with token ids. Call it before the first request, and
-        only where the log is read."""
+        """Return a log of what the prefix cache gains and loses from now on, with token ids. Call it before the first request,
+        and only where the log is read."""
         self._blocks.pool.events = BlockEventLog(self._blocks.lock)
         return self._blocks.pool.events

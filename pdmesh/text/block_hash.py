@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from hashlib import blake2b
+from typing import TypeVar
 
+Block = TypeVar("Block")
+Name = TypeVar("Name")
 HASH_BYTES = 16
 SHORT_NAME_BYTES = 8
 _TOKEN_BYTES = 4
@@ -48,6 +51,28 @@ def hash_prompt(root: bytes, token_ids: Sequence[int], block_size: int) -> list[
 def short_name(block_hash: bytes) -> int:
     """Return the first eight bytes, big-endian: the name of a block in indexes and on the wire."""
     return int.from_bytes(block_hash[:SHORT_NAME_BYTES], "big")
+
+
+def in_chains(
+    blocks: Iterable[Block], name: Callable[[Block], Name], parent: Callable[[Block], Name | None]
+) -> Iterator[list[Block]]:
+    """Yield blocks in chains that follow each other in a prompt, each chain behind that of its parent if that is among them."""
+    by_name = {name(block): block for block in blocks}
+    children: dict[Name, list[Block]] = {}
+    firsts: list[Block] = []
+    for block in by_name.values():
+        before = parent(block)
+        if before in by_name:
+            children.setdefault(before, []).append(block)
+        else:
+            firsts.append(block)
+    waiting = firsts[::-1]
+    while waiting:
+        chain = [waiting.pop()]
+        while following := children.get(name(chain[-1])):
+            waiting.extend(following[:0:-1])
+            chain.append(following[0])
+        yield chain
 
 
 def _chain(parent: bytes, packed: bytes | memoryview) -> bytes:

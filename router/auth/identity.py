@@ -35,6 +35,7 @@ ADMIN_METHODS = (
     "/pdmesh.v1.Mesh/Explain",
     "/vllm.grpc.engine.VllmEngine/GetLoads",
     "/vllm.grpc.engine.VllmEngine/GetServerInfo",
+    "/vllm.grpc.engine.VllmEngine/SubscribeKvEvents",
 )
 """Methods that show requests of all tenants."""
 

@@ -276,6 +276,10 @@ class Worker:
         """Return the call that lists all blocks of the worker's prefix cache."""
         return self._control.ListBlocks(worker_pb2.ListBlocksRequest(), timeout=timeout_s)
 
+    def watch_blocks(self) -> grpc.aio.UnaryStreamCall[worker_pb2.WatchBlocksRequest, worker_pb2.BlockEvents]:
+        """Return the call that follows the worker's prefix cache with token ids; without end."""
+        return self._control.WatchBlocks(worker_pb2.WatchBlocksRequest())
+
     async def keep_traces(self, trace_ids: Iterable[int], timeout_s: float) -> None:
         """Tell the worker to export the spans that it holds of these traces. Raises AioRpcError."""
         ids = [trace_id.to_bytes(16, "big") for trace_id in trace_ids]

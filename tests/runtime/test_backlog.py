@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +23,12 @@ async def test_items_come_in_order_behind_a_restart() -> None:
 
 async def test_get_waits_for_an_item_a_drop_and_the_end() -> None:
     backlog = Backlog[int](10)
-    for act, expected in ((lambda: backlog.put(7, 1), 7), (backlog.drop, None), (backlog.close, None)):
+    acts: list[tuple[Callable[[], None], int | None]] = [
+        (lambda: backlog.put(7, 1), 7),
+        (backlog.drop, None),
+        (backlog.close, None),
+    ]
+    for act, expected in acts:
         backlog.restart()
         waiting = asyncio.create_task(backlog.get())
         await asyncio.sleep(0)

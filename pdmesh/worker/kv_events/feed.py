@@ -2,8 +2,8 @@
 
     engine's log ── take, each PERIOD_S while there are readers ──► backlog of each reader ──► gRPC, ZMQ
 
-A reader begins with the full list. One whose backlog is full loses it, and gets the full list again: nothing waits for a reader, and
-nothing grows without bound.
+A reader begins with the full list. One whose backlog is full loses it, and gets the full list again: nothing waits for a reader,
+and nothing grows without bound.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pdmesh.engine.errors import EngineStopped
 from pdmesh.engine.kv_cache.block_events import BlockEvents, StoredBlock
 from pdmesh.runtime.backlog import Backlog
 from pdmesh.runtime.errors import ResourceExhausted, Unavailable
+from pdmesh.text.block_hash import in_chains
 from pdmesh.worker.engines.base import BlockEventSource
 
 PERIOD_S = 0.03
@@ -106,18 +107,4 @@ class BlockFeed:
 
 def chains_of(blocks: Iterable[StoredBlock]) -> Iterator[Chain]:
     """Yield blocks as chains, each behind that of its parent if that is among them."""
-    by_hash = {block.block_hash: block for block in blocks}
-    children: dict[bytes, list[StoredBlock]] = {}
-    firsts: list[StoredBlock] = []
-    for block in by_hash.values():
-        if block.parent in by_hash:
-            children.setdefault(block.parent, []).append(block)
-        else:
-            firsts.append(block)
-    waiting = firsts[::-1]
-    while waiting:
-        chain = [waiting.pop()]
-        while following := children.get(chain[-1].block_hash):
-            waiting.extend(following[:0:-1])
-            chain.append(following[0])
-        yield chain
+    return in_chains(blocks, lambda block: block.block_hash, lambda block: block.parent)

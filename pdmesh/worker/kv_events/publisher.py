@@ -4,8 +4,8 @@
     ROUTER  ◄── "" · first sequence          ──► "" · topic · sequence · batch … ──► "" · "" · ff ff ff ff ff ff ff ff · ""
 
 The first batch is AllBlocksCleared, which says that a worker has started. PUB drops what a slow subscriber does not take, so the
-subscriber misses a number and asks the ROUTER for it. Where the buffer does not reach back so far, the publisher sends the full list
-again, to all, behind AllBlocksCleared, and the answer begins there.
+subscriber misses a number and asks the ROUTER for it. Where the buffer does not reach back so far, the publisher sends the full
+list again, to all, behind AllBlocksCleared, and the answer begins there.
 
 Sockets, encoding and buffer belong to one thread: the event loop hands batches over, and waits for nothing.
 """
@@ -157,7 +157,7 @@ class ZmqPublisher:
         self._needs_list = False
         self._listed_at = -LIST_GAP_S  # monotonic seconds
         self._stopping = False
-        self._request_list: Callable[[], None] = lambda: None
+        self._request_list: Callable[[], object] = lambda: None
         self._context = zmq.Context()
         try:
             self._pub = self._open("--kv-events-endpoint", zmq.PUB, settings.kv_events_endpoint, HWM)
@@ -203,9 +203,8 @@ class ZmqPublisher:
         try:
             (socket.bind if binds(endpoint) else socket.connect)(endpoint)
         except self._zmq.ZMQError as error:
-            raise ConfigError(
-                flag, f"cannot use {endpoint}: {error}", "give another port, or an address of this machine"
-            ) from error
+            remedy = "give another port, or an address of this machine"
+            raise ConfigError(flag, f"cannot use {endpoint}: {error}", remedy) from error
         return socket
 
     # What runs on the thread.
@@ -243,7 +242,7 @@ class ZmqPublisher:
             frames = self._router.recv_multipart()
             if len(frames) != 3 or len(frames[2]) != 8:
                 logger.warning(
-                    "a question for KV events is no empty frame and a number of 8 bytes, but %d frames", len(frames) - 1
+                    "a question for KV events is not an empty frame and a number of 8 bytes: %d frames", len(frames) - 1
                 )
             else:
                 self._answer(frames[0], int.from_bytes(frames[2], "big"))

@@ -19,8 +19,8 @@ class KVEvents:
     """Own the feed, which is None where it is not wanted, and the publisher over ZMQ."""
 
     def __init__(self, settings: KVEventSettings, engine: WorkerEngine, plain_root: bytes) -> None:
-        """Have the engine keep token ids, if they are wanted. Call it before the engine's `open`. `plain_root`: the root of blocks
-        without tenant and salt."""
+        """Have the engine keep token ids, if they are wanted. Call it before the engine's `open`. `plain_root`: the root of
+        blocks without tenant and salt."""
         self.feed = BlockFeed(engine.block_events()) if settings.is_wanted else None
         self.publisher: ZmqPublisher | None = None
         self._settings = settings

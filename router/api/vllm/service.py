@@ -24,10 +24,11 @@ from pdmesh.v1 import mesh_pb2
 from router.api.frontend import Frontend, fill_options
 from router.api.protocol_errors import renamed
 from router.api.validation import refuse
-from router.api.vllm import responses
+from router.api.vllm import kv_events, responses
 from router.api.vllm.requests import NAMES, to_mesh
 from router.api.vllm.responses import Answer
 from router.auth import identity
+from router.kv_events.follower import BlockFollower
 from router.tokenization.prepared_request import ServedModel
 
 if TYPE_CHECKING:
@@ -162,6 +163,7 @@ class VllmEngineService(VllmEngineServicer):
         self._started_at = time.monotonic()
         self._last_request_at = 0.0
         self._tokenizer: list[common_pb.GetTokenizerChunk] = []
+        self._blocks: BlockFollower | None = None  # from the first subscriber on
 
     async def Generate(self, request: pb.GenerateRequest, context: _ServicerContext) -> AsyncGenerator[pb.GenerateResponse, None]:
         self._model()
@@ -222,6 +224,21 @@ class VllmEngineService(VllmEngineServicer):
             self._tokenizer = await asyncio.to_thread(archive_chunks, self._folder(model))
         for chunk in self._tokenizer:
             yield chunk
+
+    async def SubscribeKvEvents(
+        self, request: common_pb.SubscribeKvEventsRequest, context: _ServicerContext
+    ) -> AsyncGenerator[common_pb.KvEventBatch, None]:
+        kv_events.check(request)
+        if self._blocks is None:
+            core = self._frontend.core
+            self._blocks = BlockFollower(core.fleet, self._model().name, core.config.prefix_index_blocks)
+            self._frontend.closing.append(self._blocks.stop)
+        blocks, tenant = self._blocks, identity.tenant() or ""
+        stream = kv_events.EventStream(lambda root: blocks.is_plain(root, tenant))
+        async with aclosing(blocks.read()) as updates:
+            async for update in updates:
+                for batch in stream.batches(update, time.time()):
+                    yield batch
 
     def _model(self) -> ServedModel:
         models = self._frontend.core.models
