@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdmesh.third_party.vllm import smg_common_pb2 as pb
+from pdmesh.third_party.vllm import smg_common_pb2 as common_pb
 from pdmesh.v1 import worker_pb2
 from router.api.vllm import kv_events
 from router.kv_events.follower import InvalidEvents, MeshUpdate, blocks_of
@@ -76,7 +76,7 @@ def test_changes_are_removed_first_and_events_counted() -> None:
     assert [event.event_id for batch in (gone, came) for event in batch.events] == [1, 2, 3]
     stored = came.events[0].stored
     assert not stored.HasField("cache_salt")
-    assert (stored.tier, stored.medium, list(stored.blocks[0].token_ids)) == (pb.KV_CACHE_TIER_DEVICE, "GPU", [1, 1])
+    assert (stored.tier, stored.medium, list(stored.blocks[0].token_ids)) == (common_pb.KV_CACHE_TIER_DEVICE, "GPU", [1, 1])
     assert not came.HasField("snapshot")
 
 

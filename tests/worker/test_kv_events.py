@@ -22,8 +22,7 @@ from pdmesh.runtime.errors import error_from_rpc
 from pdmesh.text.block_hash import hash_prompt, short_name
 from pdmesh.v1 import worker_pb2
 from pdmesh.worker.config import WorkerConfig
-from pdmesh.worker.kv_events import feed as feeds
-from pdmesh.worker.kv_events import publisher, settings, stream
+from pdmesh.worker.kv_events import feed, publisher, settings, stream
 from pdmesh.worker.kv_events.settings import KVEventSettings
 from tests.support.mini_router import MiniRouter
 from tests.support.waiting import eventually
@@ -112,7 +111,7 @@ async def test_watch_blocks_tells_tokens_and_follows_evictions(model: Model, mon
 
 
 async def test_a_reader_that_falls_behind_gets_the_list_again(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feeds, "MAX_WAITING_BLOCKS", 2)
+    monkeypatch.setattr(feed, "MAX_WAITING_BLOCKS", 2)
     async with running_worker(model, kv_event_settings=ON) as peer:
         reader = GrpcReader(peer)
         async with following(reader):
@@ -129,7 +128,7 @@ async def test_readers_are_refused_without_the_flag_and_beyond_the_limit(model: 
             await peer.control.WatchBlocks(worker_pb2.WatchBlocksRequest()).read()
         assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
         assert "--kv-events" in error_from_rpc(caught.value).message
-    monkeypatch.setattr(feeds, "MAX_READERS", 1)
+    monkeypatch.setattr(feed, "MAX_READERS", 1)
     async with running_worker(model, kv_event_settings=ON) as peer, following(GrpcReader(peer)):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await peer.control.WatchBlocks(worker_pb2.WatchBlocksRequest()).read()
@@ -312,7 +311,7 @@ async def test_what_the_buffer_lacks_is_told_by_a_new_list(model: Model, tmp_pat
                 if buffer.next_sequence > 8:
                     break
                 await serve(peer, [7 * number + token for token in PROMPT[:40]])
-                await asyncio.sleep(feeds.PERIOD_S)
+                await asyncio.sleep(feed.PERIOD_S)
             asked = ZmqReader(opened.endpoint, opened.replay_endpoint)
             told = await asked.replay(0)
             cached = await listed(peer)

@@ -8,7 +8,7 @@ import grpc
 
 from pdmesh.runtime.errors import MeshError
 from pdmesh.text.block_hash import in_chains
-from pdmesh.third_party.vllm import smg_common_pb2 as pb
+from pdmesh.third_party.vllm import smg_common_pb2 as common_pb
 from router.kv_events.follower import MeshUpdate
 from router.kv_events.mesh_blocks import MeshBlock
 
@@ -16,7 +16,7 @@ PART_BLOCKS = 2048  # some 150 KiB of blocks with 16 tokens
 MEDIUM = "GPU"  # vLLM's name for the pool that an engine computes in, also on a CPU
 
 
-def check(request: pb.SubscribeKvEventsRequest) -> None:
+def check(request: common_pb.SubscribeKvEventsRequest) -> None:
     """Raise MeshError (OUT_OF_RANGE) for a stream that would resume: nothing is kept between calls."""
     if request.start_sequence_number:
         problem = (
@@ -34,7 +34,7 @@ class EventStream:
         self._sequence = 0
         self._num_events = 0
 
-    def batches(self, update: MeshUpdate, now_s: float) -> Iterator[pb.KvEventBatch]:
+    def batches(self, update: MeshUpdate, now_s: float) -> Iterator[common_pb.KvEventBatch]:
         """Yield an update: a snapshot, or changes. `now_s`: seconds of Unix time."""
         stored = update.changes.stored
         parts = list(_parts(list(in_chains(stored, lambda block: block.name, lambda block: block.parent))))
@@ -44,43 +44,43 @@ class EventStream:
         removed = update.changes.removed
         for start in range(0, len(removed), PART_BLOCKS):
             names = [_signed(name) for name in removed[start : start + PART_BLOCKS]]
-            gone = pb.KvBlocksRemoved(
-                block_hashes=names, tier=pb.KV_CACHE_TIER_DEVICE, medium=MEDIUM, locality=pb.KV_CACHE_LOCALITY_LOCAL
+            gone = common_pb.KvBlocksRemoved(
+                block_hashes=names, tier=common_pb.KV_CACHE_TIER_DEVICE, medium=MEDIUM, locality=common_pb.KV_CACHE_LOCALITY_LOCAL
             )
-            yield self._batch([pb.KvCacheEvent(event_id=self._next_event(), removed=gone)], now_s)
+            yield self._batch([common_pb.KvCacheEvent(event_id=self._next_event(), removed=gone)], now_s)
         for part in parts:
-            events = [pb.KvCacheEvent(event_id=self._next_event(), stored=self._stored(chain)) for chain in part]
+            events = [common_pb.KvCacheEvent(event_id=self._next_event(), stored=self._stored(chain)) for chain in part]
             yield self._batch(events, now_s)
 
     def _snapshot(
         self, parts: Sequence[Sequence[Sequence[MeshBlock]]], num_blocks: int, now_s: float
-    ) -> Iterator[pb.KvEventBatch]:
+    ) -> Iterator[common_pb.KvEventBatch]:
         for index, part in enumerate(parts):
-            events = [] if index else [pb.KvCacheEvent(cleared=pb.KvCacheCleared())]
-            events += [pb.KvCacheEvent(stored=self._stored(chain)) for chain in part]
+            events = [] if index else [common_pb.KvCacheEvent(cleared=common_pb.KvCacheCleared())]
+            events += [common_pb.KvCacheEvent(stored=self._stored(chain)) for chain in part]
             batch = self._batch(events, now_s)
-            batch.snapshot.CopyFrom(pb.KvSnapshotChunk(index=index, count=len(parts), blocks=num_blocks))
+            batch.snapshot.CopyFrom(common_pb.KvSnapshotChunk(index=index, count=len(parts), blocks=num_blocks))
             yield batch
 
-    def _batch(self, events: Sequence[pb.KvCacheEvent], now_s: float) -> pb.KvEventBatch:
+    def _batch(self, events: Sequence[common_pb.KvCacheEvent], now_s: float) -> common_pb.KvEventBatch:
         self._sequence += 1
-        return pb.KvEventBatch(sequence_number=self._sequence, timestamp=now_s, events=events, dp_rank=0)
+        return common_pb.KvEventBatch(sequence_number=self._sequence, timestamp=now_s, events=events, dp_rank=0)
 
     def _next_event(self) -> int:
         self._num_events += 1
         return self._num_events
 
-    def _stored(self, chain: Sequence[MeshBlock]) -> pb.KvBlocksStored:
+    def _stored(self, chain: Sequence[MeshBlock]) -> common_pb.KvBlocksStored:
         first = chain[0]
-        return pb.KvBlocksStored(
+        return common_pb.KvBlocksStored(
             blocks=[
-                pb.KvBlock(block_hash=_signed(block.name), token_ids=block.token_ids, block_size=len(block.token_ids))
+                common_pb.KvBlock(block_hash=_signed(block.name), token_ids=block.token_ids, block_size=len(block.token_ids))
                 for block in chain
             ],
             parent_block_hash=None if first.parent is None else _signed(first.parent),
-            tier=pb.KV_CACHE_TIER_DEVICE,
+            tier=common_pb.KV_CACHE_TIER_DEVICE,
             medium=MEDIUM,
-            locality=pb.KV_CACHE_LOCALITY_LOCAL,
+            locality=common_pb.KV_CACHE_LOCALITY_LOCAL,
             lora_name=first.adapter or None,
             cache_salt=None if self._is_plain(first.cache_root) else first.cache_root.hex(),
         )
