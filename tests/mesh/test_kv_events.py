@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 import pytest
 
+from pdmesh.runtime.errors import ResourceExhausted
 from pdmesh.runtime.rpc.channel import connect
 from pdmesh.text.block_hash import SHORT_NAME_BYTES
 from pdmesh.third_party.vllm import smg_common_pb2 as common_pb
@@ -118,7 +119,7 @@ async def mesh_of(folder: Path, *settings: KVEventSettings, api_keys: str = "") 
         router, _ = await stack.enter_async_context(running_router(replace(config, api_keys=api_keys)))
         await eventually(lambda: sum(view.decode for view in router.core.fleet.views()) == len(workers))
         channel = await stack.enter_async_context(connect(f"127.0.0.1:{router.server.port}"))
-        stub: VllmEngineAsyncStub = VllmEngineStub(channel)  # type: ignore[assignment]
+        stub: VllmEngineAsyncStub = VllmEngineStub(channel)
         yield Mesh(model, folder, workers, router, stub)
 
 
@@ -200,7 +201,7 @@ async def test_too_many_blocks_end_the_stream(tiny: Path) -> None:
     async with mesh_of(tiny, ON) as mesh:
         await mesh.ask(PROMPTS[0])
         blocks = follower.BlockFollower(mesh.router.core.fleet, "tiny", 2)
-        with pytest.raises(follower.ResourceExhausted, match="--prefix-index-blocks"):
+        with pytest.raises(ResourceExhausted, match="--prefix-index-blocks"):
             async for _ in blocks.read():
                 pass
         assert not blocks._followed
