@@ -81,7 +81,7 @@ def _figures(shape: str, kept: Seen, computed: Seen) -> list[Figure]:
     best = max(kept.goodputs) / max(computed.goodputs) if max(computed.goodputs) else float("inf")
     found = [
         Figure(
-            f"TTFT p50 of turns 2 to {TURNS} with fetching and a disk tier, of that without, {shape}, median of {len(RATES)} rates",
+            f"TTFT p50 of turns 2 to {TURNS} with fetching and a disk tier, of that without, {shape}, median of rates",
             round(statistics.median(ratios), 3),
             "ratio",
             "lower",

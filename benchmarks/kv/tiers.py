@@ -98,10 +98,10 @@ def tiers_of(tier: Tier, blocks: ViewedBlocks, copying: TierThreads, names: Sequ
         kv_tiers.close()
 
 
-def dropped(paths: Iterator[Path] | Sequence[Path]) -> None:
-    """Write files out, and forget them in the system's cache."""
+def dropped(folder: Path) -> None:
+    """Write a folder's files out, and forget them in the system's cache."""
     os.sync()
-    for path in paths:
+    for path in filter(Path.is_file, folder.rglob("*")):
         file = os.open(path, os.O_RDONLY)
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(file)
@@ -138,10 +138,8 @@ async def figures() -> list[Figure]:
     contents, num_bytes = await blocks.read(range(NUM_BLOCKS)), NUM_BLOCKS * blocks.block_bytes
     rates = SimpleNamespace(host=[], memory=[], disk=[], device=[])
     with TemporaryDirectory() as folder:
-        host, disk = (
-            HostTier(num_bytes, blocks.block_bytes),
-            DiskTier(Path(folder), 2 * num_bytes, blocks.block_bytes, b"8 bytes."),
-        )
+        host = HostTier(num_bytes, blocks.block_bytes)
+        disk = DiskTier(Path(folder), 2 * num_bytes, blocks.block_bytes, b"8 bytes.")
         for name, content in zip(names, contents, strict=True):
             host.write(name, content, 0.0)
             disk.write(name, content, 0.0)
@@ -153,9 +151,9 @@ async def figures() -> list[Figure]:
             for _ in range(ROUNDS):
                 rates.memory.append(rate(num_bytes, lambda: np.copyto(copy, pool.content)))
                 rates.host.append(await restored(from_host, num_bytes))
-                dropped([whole])
+                dropped(Path(folder))
                 rates.device.append(rate(num_bytes, lambda: read_through(whole)))
-                dropped(Path(folder).rglob("*.kv"))
+                dropped(Path(folder))
                 rates.disk.append(await restored(from_disk, num_bytes))
     return _figures(rates)
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -269,6 +270,10 @@ async def test_routers_are_told_what_tiers_hold(model: Model, tiny: Path, tmp_pa
         assert len(part.tier_blocks) == num_files and not part.blocks
 
 
+def computed_s(token_s: float, first: int, last: int) -> float:
+    return token_s * (last - first)
+
+
 async def test_by_default_what_is_quicker_to_compute_is_computed(model: Model, tiny: Path, tmp_path: Path) -> None:
     prompts = [oracle.prompt_of(number, 40) for number in (1, 2)]
     tiers = TierConfig(kv_disk=str(tmp_path / "kv"))
@@ -279,7 +284,7 @@ async def test_by_default_what_is_quicker_to_compute_is_computed(model: Model, t
     async with running_pair(model, tiny, tiers) as pair:
         found = tiers_of(pair.prefill)
         for prompt, token_s, num_tokens in zip(prompts, (1e-6, 10.0), (0, 32), strict=True):
-            computing = replace(found._tools, compute_s=lambda first, last, token_s=token_s: token_s * (last - first))
+            computing = replace(found._tools, compute_s=partial(computed_s, token_s))
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(found, "_tools", computing)
                 await pair.answer(prompt)
