@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from pdmesh.text.block_hash import hash_block
+from pdmesh.engine.kv_cache.block_events import BlockEventLog
+from pdmesh.text.block_hash import hash_block, hash_prompt
 
 
 @pytest.mark.parametrize(
@@ -94,3 +96,32 @@ def test_an_adapter_may_be_called_like_a_salt() -> None:
     )
     index.publish(KVEventBatch(ts=0.0, events=[stored]))
     assert index.blocks() == (0, (hash_block(root, [1, 2]),))
+
+
+def test_kv_events_with_token_ids_are_vllms_in_the_names_of_the_mesh() -> None:
+    pytest.importorskip("vllm")
+    from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+
+    from pdmesh_vllm.prefix_cache import PrefixIndex, salt_of
+
+    index, root, tokens = PrefixIndex(), bytes(16), list(range(6))
+    log = index.events = BlockEventLog(nullcontext())
+    names = hash_prompt(root, tokens, 2)
+    same: dict[str, Any] = {"block_size": 2, "lora_id": None, "medium": "GPU", "lora_name": None}
+    first = BlockStored(
+        block_hashes=[1, 2], parent_block_hash=None, token_ids=tokens[:4], extra_keys=[(salt_of(root),), None], **same
+    )
+    second = BlockStored(block_hashes=[3], parent_block_hash=2, token_ids=tokens[4:], extra_keys=[None], **same)
+    for event in (first, second):
+        index.publish(KVEventBatch(ts=0.0, events=[event]))
+    events = log.take()
+    assert events is not None
+    assert [(block.block_hash, block.parent) for block in events.stored] == list(zip(names, [None, *names], strict=False))
+    assert [list(block.token_ids) for block in events.stored] == [[0, 1], [2, 3], [4, 5]]
+    assert {block.cache_root for block in events.stored} == {root}
+    index.publish(KVEventBatch(ts=0.0, events=[BlockRemoved(block_hashes=[3], medium="GPU")]))
+    index.publish(KVEventBatch(ts=0.0, events=[AllBlocksCleared()]))
+    events = log.take()
+    assert events is not None
+    assert set(events.removed) == set(names)
+    assert not log.blocks

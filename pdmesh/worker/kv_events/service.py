@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Coroutine, Iterator
+from typing import TYPE_CHECKING
 
 from pdmesh.runtime.errors import Unavailable
 from pdmesh.worker.engines.base import WorkerEngine
 from pdmesh.worker.kv_events.feed import BlockFeed
-from pdmesh.worker.kv_events.publisher import ZmqPublisher
 from pdmesh.worker.kv_events.settings import KVEventSettings
+
+if TYPE_CHECKING:
+    from pdmesh.worker.kv_events.publisher import ZmqPublisher
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +33,8 @@ class KVEvents:
         """Open the publisher, if one is wanted. Raises ConfigError."""
         if not self._settings.kv_events_endpoint:
             return
+        from pdmesh.worker.kv_events.publisher import ZmqPublisher  # has a thread, which others do without
+
         self.publisher = ZmqPublisher(self._settings, self._plain_root)
         logger.info("KV events are published at %s", self.publisher.endpoint)
         if "*" in self._settings.kv_events_endpoint or "tcp://0.0.0.0" in self._settings.kv_events_endpoint:
