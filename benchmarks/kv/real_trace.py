@@ -107,10 +107,11 @@ async def spec_of(mesh: LocalMesh) -> WorkerSpec:
         (m.fixed_s, m.per_prefill_token_s, m.per_prefill_context_s, m.per_sequence_s, m.per_context_token_s)
         for m in (load.latency_model for _, load in found)
     ]
+    fixed_s, token_s, context_s, row_s, row_context_s = map(statistics.fmean, zip(*prices, strict=True))
     info = found[0][0]
     size, num_blocks = info.layout.block_size, info.num_blocks
     return WorkerSpec(
-        LatencyModel(*map(statistics.fmean, zip(*prices, strict=True)), num_steps=KNOWN_STEPS),
+        LatencyModel(fixed_s, token_s, context_s, row_s, row_context_s, num_steps=KNOWN_STEPS),
         max_num_batched_tokens=info.max_num_batched_tokens,
         block_size=size,
         num_blocks=num_blocks,
