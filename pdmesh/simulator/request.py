@@ -88,7 +88,7 @@ class Stay:
 
     `refused`: workers that had no room before. `owned` is its reservation on the decode worker, `prompt` what the prefill worker
     computes. `tried`: prefill workers that failed. `entered_at`: when the prompt entered the engine that computes it; `after_s`:
-    from the first token until the decode worker continues; `brought`: what came for its prompt."""
+    from the first token until the decode worker continues; `brought`: what came for its prompt before, in `brought_s`."""
 
     request: Request
     placement: Placement
@@ -110,3 +110,4 @@ class Stay:
     is_running: bool = False
     is_over: bool = False
     brought: Brought = NOTHING
+    brought_s: float = 0.0

@@ -252,7 +252,7 @@ class PrefillCall:
         prefill, fetch_s = self._prefill, first.timings.fetch_ns / 1e9
         seconds = max(0.0, asyncio.get_running_loop().time() - self._began - fetch_s)  # a slow holder makes it no slow worker
         self._core.health_recorder.took(prefill.key, Role.PREFILL, self._slowness(seconds))
-        if not self._dispatch.started and not fetch_s:  # else an unknown part is cached
+        if not self._dispatch.started and not fetch_s and not first.timings.restore_ns:  # else an unknown part is cached
             self._core.hedging.times.record(prefill.sent.tokens, seconds)
         self._timings.prefilled(first.timings)
         prefill.incarnation.prefilled(first.timings)

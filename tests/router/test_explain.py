@@ -10,6 +10,7 @@ import pytest
 from pdmesh.v1 import common_pb2, mesh_pb2, worker_pb2
 from router.api.explain import message_of, reason_of
 from router.flow_control.ttft_predictor import TtftPredictor
+from router.lifecycle import stages
 from router.routing.cost_model import OutputLengths, Overhead, Overheads
 from router.routing.decisions import Decision, Decisions
 from router.routing.worker_snapshot import Mode
@@ -151,6 +152,17 @@ async def test_what_was_fetched_and_restored_is_said_and_counted(model_folder: P
     assert (decision.fetch_ms, decision.restore_ms) == (5.0, 2.0)
     counts = {each.info.worker_id: (each.fetched_tokens, each.restored_tokens, each.saved_s) for each in status.workers}
     assert counts == {"p0": (16, 24, pytest.approx(40 * 1e-4 + 1e-3 - 7e-3)), "d0": (0, 0, 0.0)}
+
+
+def test_the_time_of_a_restore_is_not_learned_as_one_of_calls() -> None:
+    """Where decode computes the prompt, it is a part of reserve_ns, which otherwise is the way to the worker."""
+    timings = RequestTimings(0)
+    timings.prefilled(common_pb2.PrefillTimings(reserve_ns=30_000_000, restore_ns=25_000_000))
+    timings.first_received_ns = 90_000_000
+    decision = Decision("r", "predict", 0, 0, 8, 1, choose([worker("d0")]), {}, timings)
+    parts = mesh_pb2.Timings(prefill_queue_ns=10_000_000, prefill_compute_ns=40_000_000)
+    seen = stages._overhead(decision, parts)
+    assert seen is not None and seen.before_s == pytest.approx(0.015)
 
 
 def test_a_candidate_says_what_each_way_to_have_its_prompt_was_predicted_to_take() -> None:

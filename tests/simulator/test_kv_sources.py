@@ -182,6 +182,19 @@ def test_prefill_workers_fetch_what_others_have() -> None:
     assert fetching.sources["computed"] < 0.8 * plain.sources["computed"]
 
 
+def test_the_time_of_a_restore_is_not_learned_as_one_of_calls() -> None:
+    """The policy predicts it by itself: learned besides, it would count twice, for every request."""
+    slow = Tiers(1e12, 1e10, fixed_s=0.15)
+    results = Results()
+    mesh = Mesh(replace(OPEN, tiers=slow), results)
+    mesh.add_worker(replace(LARGE, num_blocks=700), prefill=True, decode=True, name="w")
+    mesh.run(sorted(arrival for number in range(8) for arrival in conversation(number, 5)))
+    assert results.sources["restored"] > 512 * 20
+    outlook = mesh._routers[0].outlook
+    view = next(iter(outlook.roster.views()))
+    assert outlook.overheads.between(None, view).before_s < 0.02
+
+
 @given(
     st.sampled_from([None, FAST, SLOW]),
     st.sampled_from([None, TIERS, Tiers(1e9, 1e9)]),

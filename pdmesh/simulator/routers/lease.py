@@ -84,18 +84,13 @@ class SimulatedLease:
         elif stay.prefill is not None:
             worker.call(lambda at_s: self._reserve(stay, worker, at_s))
         else:
-            request = stay.request
-            self._sources.bring(
-                worker,
-                request.arrival.hashes,
-                request.num_tokens,
-                None,
-                lambda brought: self._brought_here(stay, worker, brought),
-            )
+            request, began_s = stay.request, self._events.now
 
-    def _brought_here(self, stay: Stay, worker: ModelledWorker, brought: Brought) -> None:
-        stay.brought = brought
-        worker.call(lambda at_s: self._reserve(stay, worker, at_s))
+            def brought_here(brought: Brought) -> None:
+                stay.brought, stay.brought_s = brought, self._events.now - began_s
+                worker.call(lambda at_s: self._reserve(stay, worker, at_s))
+
+            self._sources.bring(worker, request.arrival.hashes, request.num_tokens, None, brought_here)
 
     def _reserve(self, stay: Stay, worker: ModelledWorker, at_s: float) -> None:
         if stay.is_over:
@@ -139,13 +134,14 @@ class SimulatedLease:
             self._events.after(self._settings.call_s, self._not_computed, stay, prompt)
         else:
             holder = self._holder(stay, worker) if self._settings.fetching is not None else None
-            self._sources.bring(
-                worker,
-                request.arrival.hashes,
-                request.num_tokens,
-                holder,
-                lambda brought: self._brought_there(stay, prompt, worker, brought),
-            )
+            began_s = self._events.now
+
+            def brought_there(brought: Brought) -> None:
+                if not stay.is_over and stay.prompt is prompt:
+                    stay.brought, stay.brought_s = brought, self._events.now - began_s
+                    worker.call(lambda at_s: self._compute(stay, prompt, worker, at_s))
+
+            self._sources.bring(worker, request.arrival.hashes, request.num_tokens, holder, brought_there)
 
     def _holder(self, stay: Stay, worker: ModelledWorker) -> ModelledWorker | None:
         """Return the worker that is asked for KV, as router/lifecycle/prefill_stage.py names it: the decode worker, which has it
@@ -164,11 +160,6 @@ class SimulatedLease:
                 if holder is not None:
                     return holder
         return None
-
-    def _brought_there(self, stay: Stay, prompt: Sequence, worker: ModelledWorker, brought: Brought) -> None:
-        if not stay.is_over and stay.prompt is prompt:
-            stay.brought = brought
-            worker.call(lambda at_s: self._compute(stay, prompt, worker, at_s))
 
     def _compute(self, stay: Stay, prompt: Sequence, worker: ModelledWorker, at_s: float) -> None:
         stay.entered_at = at_s

@@ -34,7 +34,7 @@ def learn(outlook: SimulatedRouting, stay: Stay) -> None:
     chosen, tpot_s = placement.chosen, request.tpot_s
     if tpot_s and chosen is not None and chosen.prediction is not None:
         outlook.overheads.observe_tpot(placement.decode, chosen.prediction.steps_tpot_s, tpot_s)
-    on_worker_s = stay.computed_at - stay.entered_at
+    on_worker_s = stay.brought_s + stay.computed_at - stay.entered_at
     before_s = max(0.0, request.first_at - stay.decided_at - on_worker_s)
     outlook.overheads.observe(placement.prefill, placement.decode, Overhead(before_s, stay.after_s))
 
