@@ -59,13 +59,21 @@ def _prediction(seen: mesh_pb2.PredictionStatus) -> dict[str, float]:
 
 
 def worker_views(statuses: Iterable[mesh_pb2.GetStatusResponse]) -> list[dict[str, Any]]:
-    """Return every worker once, from the router that has heard from it last; by name."""
+    """Return every worker once, from the router that has heard from it last; by name. What it fetched and restored is the sum of
+    what the routers have counted, each for its own requests."""
     found: dict[str, mesh_pb2.WorkerStatus] = {}
-    for worker in (worker for status in statuses for worker in status.workers):
+    workers = [worker for status in statuses for worker in status.workers]
+    for worker in workers:
         known = found.get(worker.info.worker_id)
         if known is None or (not worker.alive, worker.report_age_ms) < (not known.alive, known.report_age_ms):
             found[worker.info.worker_id] = worker
-    return [worker_view(found[name]) for name in sorted(found)]
+    return [worker_view(found[name]) | _reused(found[name], workers) for name in sorted(found)]
+
+
+def _reused(worker: mesh_pb2.WorkerStatus, workers: Iterable[mesh_pb2.WorkerStatus]) -> dict[str, Any]:
+    key = (worker.info.worker_id, worker.info.epoch)
+    same = [other for other in workers if (other.info.worker_id, other.info.epoch) == key]
+    return {name: sum(getattr(each, name) for each in same) for name in ("fetched_tokens", "restored_tokens", "saved_s")}
 
 
 def worker_view(worker: mesh_pb2.WorkerStatus) -> dict[str, Any]:
@@ -90,9 +98,6 @@ def worker_view(worker: mesh_pb2.WorkerStatus) -> dict[str, Any]:
         "blocks": {"total": load.num_total_blocks, "free": load.num_free_blocks, "cached": load.num_cached_blocks},
         "prefilled_tokens": load.num_prefilled_tokens,
         "hit_tokens": load.num_prefix_hit_tokens,
-        "fetched_tokens": worker.fetched_tokens,
-        "restored_tokens": worker.restored_tokens,
-        "saved_s": worker.saved_s,
         "generated_tokens": load.num_generated_tokens,
         "preemptions": load.num_preemptions,
         "handoff_failures": load.num_handoff_failures,

@@ -291,7 +291,8 @@ def _worker(name: str, roles: Sequence[worker_pb2.Role.ValueType], script: Scrip
     )
     info.engine, redraws = ("pdmesh", ()) if number < 3 else ("other", (worker_pb2.ENGINE_LACK_REPRODUCIBLE,))
     info.lacks.extend(redraws)
-    return mesh_pb2.WorkerStatus(info=info, load=load, alive=True, report_age_ms=120)
+    reused = {"fetched_tokens": 12_400, "restored_tokens": 5_200, "saved_s": 6.5} if number == 0 else {}
+    return mesh_pb2.WorkerStatus(info=info, load=load, alive=True, report_age_ms=120, **reused)  # type: ignore[arg-type]
 
 
 def _decision(number: int) -> mesh_pb2.Decision:

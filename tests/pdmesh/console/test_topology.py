@@ -97,6 +97,23 @@ def test_of_several_routers_the_one_counts_that_heard_of_a_worker_last() -> None
     assert [(view["state"], view["age_ms"]) for view in views] == [("alive", 40)]
 
 
+def test_what_a_worker_fetched_and_restored_is_summed_over_routers() -> None:
+    """Each router counts for its own requests; what an earlier process of the worker did is not counted."""
+
+    def status(epoch: int, age_ms: int, fetched: int, restored: int, saved_s: float) -> mesh_pb2.GetStatusResponse:
+        info = worker_pb2.WorkerInfo(worker_id="w", epoch=epoch)
+        return mesh_pb2.GetStatusResponse(
+            workers=[
+                mesh_pb2.WorkerStatus(
+                    info=info, alive=True, report_age_ms=age_ms, fetched_tokens=fetched, restored_tokens=restored, saved_s=saved_s
+                )
+            ]
+        )
+
+    (view,) = topology.worker_views([status(2, 90, 10, 5, 1.5), status(2, 40, 7, 0, -0.5), status(1, 95, 900, 900, 9.0)])
+    assert (view["fetched_tokens"], view["restored_tokens"], view["saved_s"]) == (17, 5, 1.0)
+
+
 def test_only_breakers_that_are_not_closed_are_told() -> None:
     breakers = [
         mesh_pb2.BreakerStatus(role=worker_pb2.ROLE_PREFILL, state=mesh_pb2.BREAKER_STATE_CLOSED),
