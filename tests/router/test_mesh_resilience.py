@@ -248,7 +248,7 @@ async def test_client_that_leaves_before_its_submit_is_answered_is_no_load(
 ) -> None:
     submitting = asyncio.Event()
 
-    async def never(session: DecodeSession, *_: object) -> None:
+    async def never(session: DecodeSession, *_: object, **__: object) -> None:
         submitting.set()
         await asyncio.Event().wait()
 
