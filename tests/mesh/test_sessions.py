@@ -80,11 +80,13 @@ async def test_second_turns_go_to_their_kv_while_others_come_and_go(meshed: tupl
     assert (again.num_blocks, again.num_workers) == (0, 0) and released.num_workers <= 1
 
 
-async def test_the_turn_right_after_the_last_token_finds_all_of_its_kv(meshed: tuple[Mesh, list[Peer]]) -> None:
+async def test_the_turn_right_after_the_last_token_finds_all_of_its_kv(
+    meshed: tuple[Mesh, list[Peer]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No KV event has come by then: the router knows what it has sent, and what came."""
     mesh, _ = meshed
     index, prompt = mesh.router.core.prefixes, oracle.prompt_of(502, 250)
-    index.apply = lambda worker, stored, evicted: None  # type: ignore[method-assign]
+    monkeypatch.setattr(index, "apply", lambda *changes: None)
     answer = await mesh.generate(turn(prompt, "s"))
     history = [*prompt, *answer.tokens()]
     dry = mesh_pb2.ExplainRequest(generate=turn([*history, 70], "s"))
