@@ -18,6 +18,8 @@ def _submit(mode: mesh_pb2.PrefillMode.ValueType, request_id: str = "r") -> byte
     submit = decode_pb2.SubmitRequest(
         request_id=request_id, router_id="a", attempt=1, mode=mode, epoch=5, identity=IDENTITY, request=TOKENS
     )
+    if mode == mesh_pb2.PREFILL_MODE_LOCAL:
+        submit.holder.CopyFrom(prefill_pb2.KVHolder(address="10.0.0.1:7000", epoch=5, num_tokens=32))
     return record("Submit", submit, FILL | WAIT)
 
 

@@ -415,6 +415,28 @@ def kv_frame() -> Made:
 PARTS = (transfer_pb2.PartHeader(part_id=i, layer_start=i, layer_end=i + 1, block_end=3, num_bytes=384) for i in range(2))
 
 
+BLOCK_HEADER = bytes.fromhex(
+    "50444d4b56424c4b01001010000000006964656e74697479727272727272727272727272727272720000000000000000"
+    "000000000000000068686868686868686868686868686868000000000000000000000000000000004000000000000000"
+    "07000000222a17d2"
+)
+"""The root is 16 times r, the hash 16 times h, the identity `identity`; 64 bytes follow."""
+
+
+@target(BLOCK_HEADER + bytes(64), BLOCK_HEADER, b"")
+def kv_block_file() -> Made:
+    """A block's file of the disk tier, by its bytes, and the same bytes as the file's name."""
+    from kvtransfer.tiers.block_file import BadBlockFile, BlockHeader, name_of
+
+    expected = BlockHeader(b"identity", b"r" * 16, b"h" * 16, 64, 7)
+
+    def run(data: bytes) -> None:
+        name_of(data[:32].hex(), data.decode(errors="replace"))
+        BlockHeader.unpack(data).check(expected)
+
+    return run, (BadBlockFile,)
+
+
 @target(b"".join(bytes([part.ByteSize()]) + part.SerializeToString() for part in PARTS))
 def kv_part() -> Made:
     from google.protobuf.message import DecodeError
