@@ -15,6 +15,7 @@ PARTS: Mapping[str, Callable[[], Measured]] = {
     "conversations, 2 + 2": partial(conversations.figures, 2),
     "sessions, 1 + 1": partial(sessions.figures, 1),
     "sessions, 2 + 2": partial(sessions.figures, 2),
+    "sessions, vLLM": sessions.peer_figures,
     "shared prompts": shared.figures,
     "tiers": tiers.figures,
     "costs": costs.figures,

@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 
 from benchmarks.harness import Figure, say
 from benchmarks.kv.meshes import WITH, WITHOUT, interleaved, num_computed, running
+from benchmarks.peers import systems
 from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.loadtest.arrivals import fixed
 from pdmesh.loadtest.measure import Measurement, measure
 from pdmesh.loadtest.record import ObjectiveBook, Objectives
 from pdmesh.loadtest.result import Result
 from pdmesh.loadtest.targets.grpc import GrpcSettings, GrpcTarget
+from pdmesh.loadtest.targets.target import Target
 from pdmesh.loadtest.workload import Arrivals, TrafficClass, Workload
 
 TURNS, QUESTION, ANSWER, THINK_S = 8, 372, 128, 2.0
@@ -23,7 +25,10 @@ RATES = (0.03, 0.06, 0.12)
 """Sessions a second: from one that both meshes keep up with to one that neither does."""
 WINDOW_S, WARMUP_S = 75.0, 25.0
 POOL_MB = 192
-"""Of each worker: some 8 300 tokens, two of these conversations at their end."""
+"""Of each worker: some 8 700 tokens, two of these conversations at their end."""
+BYTES_PER_TOKEN = 30 * 2 * 3 * 64 * 2
+VLLM_BLOCK, MAX_CONTEXT = 128, 8192
+"""Tokens of a block of vLLM on a CPU."""
 OBJECTIVES = Objectives(ttft_ms=2000, tpot_ms=150)
 
 
@@ -37,36 +42,35 @@ class Seen:
     num_requests: int = 0
 
 
-async def load(mesh: LocalMesh, rate: float, seed: int) -> Result:
+async def load(target: Target, rate: float, seed: int) -> Result:
     """Return the result of sessions at this rate."""
-    target = GrpcTarget(",".join(mesh.router_addresses), GrpcSettings())
     workload = Workload(
         Arrivals("constant", rate=rate),
         (TrafficClass(input_tokens=fixed(QUESTION), output_tokens=fixed(ANSWER)),),
         turns=fixed(TURNS),
         think_s=fixed(THINK_S),
     )
-    try:
-        await target.check()
-        measurement = Measurement(workload, ObjectiveBook(OBJECTIVES), seed=seed, duration_s=WINDOW_S, warmup_s=WARMUP_S)
-        return await measure(target, measurement)
-    finally:
-        await target.close()
+    await target.check()
+    measurement = Measurement(workload, ObjectiveBook(OBJECTIVES), seed=seed, duration_s=WINDOW_S, warmup_s=WARMUP_S)
+    return await measure(target, measurement)
 
 
 async def figures(num_each: int) -> list[Figure]:
     """Return the figures of meshes with so many workers of each kind."""
     seen = {name: Seen() for name in (WITH, WITHOUT)}
     async with AsyncExitStack() as stack:
-        meshes = {}
+        meshes: dict[str, LocalMesh] = {}
+        targets: dict[str, Target] = {}
         for name in (WITH, WITHOUT):
             sources = {"has_tiers": name == WITH, "fetches": name == WITH}
             mesh = running("--kv-memory-mb", str(POOL_MB), prefill=num_each, decode=num_each, **sources)
             meshes[name] = await stack.enter_async_context(mesh)
+            targets[name] = target = GrpcTarget(",".join(meshes[name].router_addresses), GrpcSettings())
+            stack.push_async_callback(target.close)
         for number, rate in enumerate(RATES):
             for name in interleaved(number):
                 before = await num_computed(meshes[name])
-                result = await load(meshes[name], rate, seed=100 * num_each + number)
+                result = await load(targets[name], rate, seed=100 * num_each + number)
                 later = result.by_turns["later"].ttft.p50
                 seen[name].goodputs.append(result.summary.goodput)
                 seen[name].later_ms.append(later if later is not None else float("inf"))
@@ -74,6 +78,24 @@ async def figures(num_each: int) -> list[Figure]:
                 seen[name].num_requests += result.summary.num_requests
                 say(f"{num_each} + {num_each}, {rate} sessions/s, {name}: goodput {result.summary.goodput:.3f}, later {later} ms")
     return _figures(f"{num_each} + {num_each}", seen[WITH], seen[WITHOUT])
+
+
+async def peer_figures() -> list[Figure]:
+    """Return the figures of vLLM on both cores, whose prefix cache has as many tokens as both pools of 1 + 1. Its own offloading
+    needs a GPU (vllm/v1/kv_offload/cpu/spec.py refuses others)."""
+    found = []
+    blocks = str(2 * POOL_MB * 2**20 // BYTES_PER_TOKEN // VLLM_BLOCK)
+    async with systems.vllm(max_context=MAX_CONTEXT, flags=("--num-gpu-blocks-override", blocks)) as target:
+        await load(target, RATES[0], seed=99)  # warms up
+        for number, rate in enumerate(RATES):
+            result = await load(target, rate, seed=100 + number)
+            later = result.by_turns["later"].ttft.p50
+            at = f"vLLM, prefix cache of as many tokens, {rate} sessions/s"
+            say(f"{at}: goodput {result.summary.goodput:.3f}, later {later} ms")
+            found.append(Figure(f"goodput of {at}", round(result.summary.goodput, 3), "requests/s", "higher", peer="vllm"))
+            if later is not None:
+                found.append(Figure(f"TTFT p50 of turns 2 to {TURNS} of {at}", round(later, 1), "ms", "lower", peer="vllm"))
+    return found
 
 
 def _figures(shape: str, kept: Seen, computed: Seen) -> list[Figure]:

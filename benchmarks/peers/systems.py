@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -84,14 +84,14 @@ async def mesh(num_prefill: int, num_decode: int, num_both: int) -> AsyncIterato
 
 
 @asynccontextmanager
-async def vllm(python: Path | None = None, max_context: int = MAX_CONTEXT) -> AsyncIterator[Target]:
+async def vllm(python: Path | None = None, max_context: int = MAX_CONTEXT, flags: Sequence[str] = ()) -> AsyncIterator[Target]:
     """vLLM's own server on all cores, with its defaults: chunked prefill, prefix caching. `python`: None, of an environment of
     its own."""
     python, weights = python or ensure_environment(VLLM, say), ensure_weights(MODEL, "bfloat16", say)
     (port,) = free_ports(1)
     argv = (
         *(str(python), "-m", "vllm.entrypoints.openai.api_server", *_model_flags(weights, max_context)),
-        *("--host", "127.0.0.1", "--port", str(port), "--uvicorn-log-level", "warning"),
+        *("--host", "127.0.0.1", "--port", str(port), "--uvicorn-log-level", "warning", *flags),
     )
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     server = Server("capacity-vllm", argv, f"http://127.0.0.1:{port}/health", _vllm_environment(cores))
