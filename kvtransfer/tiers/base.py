@@ -1,12 +1,15 @@
 """What a tier does, whichever memory it is on: it takes blocks in, lends them, and gives the least recently used up.
 
-Every method may be called on any thread but those of the event loop are short: `holds`, `touch` and `take_changes`.
+`holds`, `lacks`, `touch`, `take_changes` and `give_back` are called on the event loop and are short; `find`, `write_batch` and
+`lend_batch` may take as long as a disk or a network does, and are called in threads. A tier whose memory is elsewhere is not
+asked by `holds`, which says what is known: what was written, and what `find` has found.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,7 +39,9 @@ class Tier(Protocol):
     """Hold blocks beneath the pool."""
 
     name: str
-    """As in metrics and logs: host, disk."""
+    """As in metrics and logs: host, disk, store."""
+    is_remote: bool
+    """Whether what it has is known only by asking (`find`)."""
     counts: TierCounts
 
     @property
@@ -48,8 +53,15 @@ class Tier(Protocol):
     @property
     def max_bytes(self) -> int: ...
 
+    @property
+    def is_available(self) -> bool:
+        """Return whether it is worth asking: what it is on has answered lately."""
+
     def holds(self, names: Iterable[BlockName]) -> list[bool]:
-        """Return of each of these blocks whether it is here."""
+        """Return of each of these blocks whether it is here, as far as is known."""
+
+    def find(self, names: Sequence[BlockName]) -> None:
+        """Find out which of these blocks, in the order of a chain, are here, up to the first that is not."""
 
     def lacks(self, names: Iterable[BlockName]) -> list[BlockName]:
         """Return those of the blocks that are not here and may be written."""
@@ -57,15 +69,16 @@ class Tier(Protocol):
     def touch(self, names: Iterable[BlockName], keep_s: float = 0.0) -> None:
         """Record that blocks are used now, and are wanted for `keep_s` more seconds."""
 
-    def write(self, name: BlockName, block: BlockBytes, keep_s: float) -> None:
-        """Take a block in, if there is room; nothing is raised where the system refuses."""
+    def write_batch(self, blocks: Sequence[tuple[BlockName, BlockBytes, float]]) -> None:
+        """Take blocks in, each with the seconds for which it is wanted, as far as there is room; nothing is raised where the
+        system refuses."""
 
-    def lend(self, name: BlockName) -> BlockBytes | None:
-        """Return a block; None: it is gone, or not as it was written, and is forgotten. Its CRC is to be compared by the reader,
-        who calls `give_back`."""
+    def lend_batch(self, names: Sequence[BlockName]) -> list[BlockBytes]:
+        """Return the blocks up to the first that is gone, or is not as it was written and is forgotten. Their CRCs are to be
+        compared by the reader, who calls `give_back` for each."""
 
     def give_back(self, name: BlockName, *, is_damaged: bool) -> None:
-        """End a `lend` that returned a block; a damaged one is forgotten and counted."""
+        """End the loan of a block; a damaged one is forgotten and counted."""
 
     def take_changes(self) -> list[BlockName]:
         """Return the blocks that came or went since the last call."""
@@ -73,8 +86,10 @@ class Tier(Protocol):
     def close(self) -> None: ...
 
 
-class IndexedTier:
-    """What all tiers share: an index under a lock, and the changes of it."""
+class IndexedTier(ABC):
+    """Keep what all tiers have: an index under a lock, and the changes of it."""
+
+    is_remote = False
 
     def __init__(self, max_bytes: int, clock: Callable[[], float]) -> None:
         """`clock`: seconds, by which blocks were used."""
@@ -96,6 +111,10 @@ class IndexedTier:
     def max_bytes(self) -> int:
         return self._index.max_bytes
 
+    @property
+    def is_available(self) -> bool:
+        return True
+
     def holds(self, names: Iterable[BlockName]) -> list[bool]:
         with self._lock:
             return [name in self._index for name in names]
@@ -109,6 +128,30 @@ class IndexedTier:
             until = self._clock() + keep_s
             for name in names:
                 self._index.touch(name, until)
+
+    def find(self, names: Sequence[BlockName]) -> None:  # noqa: B027  what a tier of its own memory has to do: nothing
+        """Do nothing: the index says it."""
+
+    def write_batch(self, blocks: Sequence[tuple[BlockName, BlockBytes, float]]) -> None:
+        for name, block, keep_s in blocks:
+            self.write(name, block, keep_s)
+
+    def lend_batch(self, names: Sequence[BlockName]) -> list[BlockBytes]:
+        blocks: list[BlockBytes] = []
+        for name in names:
+            block = self.lend(name)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    @abstractmethod
+    def write(self, name: BlockName, block: BlockBytes, keep_s: float) -> None:
+        """Take a block in, if there is room."""
+
+    @abstractmethod
+    def lend(self, name: BlockName) -> BlockBytes | None:
+        """Return a block; None: it is gone, or not as it was written, and is forgotten."""
 
     def take_changes(self) -> list[BlockName]:
         with self._lock:

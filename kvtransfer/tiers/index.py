@@ -109,6 +109,11 @@ class TierIndex:
             if not entry.num_children:
                 self._roots[name.root].note_leaf(entry)
 
+    def named(self, root: bytes, block_hash: bytes) -> BlockName | None:
+        """Return the name of a block; None: it is not here."""
+        entry = self._find(BlockName(root, b"", block_hash))
+        return None if entry is None else entry.name
+
     def hold(self, name: BlockName) -> bool:
         """Keep a block from being given up until `let_go`; False: it is not here."""
         entry = self._find(name)

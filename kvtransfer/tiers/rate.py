@@ -15,6 +15,8 @@ WORTH = 0.8
 PATIENCE = 4.0
 """A tier is waited for so many times as long as predicted, and no longer than the computation takes."""
 LEAST_LIMIT_S, FORCED_LIMIT_S = 0.1, 20.0
+ASK_S = 0.05
+"""How long a tier that is asked over a network may take to say what it has, where the computation is longer."""
 LEFT_OUT_S, MOST_LEFT_OUT_S = 5.0, 60.0
 """How long a tier is not read that was too slow, twice as long each time."""
 
@@ -44,6 +46,10 @@ class ReadRate:
     def was_late(self, num_bytes: int, seconds: float, now: float) -> None:
         """Learn from a read that was given up after so long."""
         self._learned, self._learned_at = min(self.bytes_per_s(now), num_bytes / max(1e-4, seconds)), now
+        self.leave_out(now)
+
+    def leave_out(self, now: float) -> None:
+        """Leave the tier out for a while, since it was late with an answer."""
         self.num_late += 1
         self.not_before = now + min(MOST_LEFT_OUT_S, LEFT_OUT_S * 2 ** (self.num_late - 1))
 

@@ -1,7 +1,8 @@
 """The tiers beneath a worker's block pool: what the pool publishes is written to them behind, and comes back when it is wanted.
 
-    published blocks ─► pinned ─► copied out of the pool ─► unpinned ─► host, disk       in the background, niced
+    published blocks ─► pinned ─► copied out of the pool ─► unpinned ─► host, disk, store     in the background, niced
     a prompt ─► which of its blocks the pool lacks and a tier has ─► reserved ─► read, checked ─► published in the pool
+                a store is asked for those that no tier is known to have
 
 A restore is to the engine what KV from another worker is: blocks are reserved, filled and published, so a request finds them as
 its cached prefix. It begins when the request arrives, and runs beside the steps of others. Nothing that goes wrong is an error of
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field
 from kvtransfer.stream import to_its_end
 from kvtransfer.tiers.base import BlockBytes, Tier
 from kvtransfer.tiers.pool_blocks import PoolBlocks
-from kvtransfer.tiers.rate import FIXED_S, FORCED_LIMIT_S, ReadRate, is_worth, limit_s
+from kvtransfer.tiers.rate import ASK_S, FIXED_S, FORCED_LIMIT_S, PATIENCE, ReadRate, is_worth, limit_s
 from kvtransfer.tiers.threads import TierThreads
 from pdmesh.engine.errors import DuplicateRequest, EngineStopped, InvalidRequest, RequestTooLarge, UnknownAdapter
 from pdmesh.engine.interface import KVSharing
@@ -37,7 +38,7 @@ BATCH_BYTES = 4 << 20
 READ_AHEAD = 4
 """Batches that are read at once, as many as there are threads for it."""
 FLUSH_S = 5.0
-ASSUMED_BYTES_PER_S = {"host": 4e9, "disk": 5e8}
+ASSUMED_BYTES_PER_S = {"host": 4e9, "disk": 5e8, "store": 2e8}
 
 logger = logging.getLogger(__name__)
 
@@ -45,13 +46,14 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class TierTools:
     """Hold what tiers need of the worker. `compute_s(first, last)` predicts the computation of a prompt's tokens; None: the
-    worker cannot tell yet."""
+    worker cannot tell yet. `asking`: the threads in which a tier of another host is asked and read."""
 
     sharing: KVSharing
     release: Callable[[str], Coroutine[object, object, bool]]
     blocks: PoolBlocks
     copying: TierThreads
     reading: TierThreads
+    asking: TierThreads
     writing: TierThreads
     block_size: int
     compute_s: Callable[[int, int], float | None]
@@ -92,9 +94,11 @@ class KVTiers:
 
     @property
     def token_s(self) -> float:
-        """Return how long a token's KV should take to come, in seconds, from the slowest tier."""
+        """Return how long a token's KV should take to come, in seconds, from the slowest tier; one of another host counts while
+        it is known to have something."""
         now = time.monotonic()
-        slowest = min((rate.bytes_per_s(now) for rate in self._rates.values()), default=0.0)
+        counted = [tier for tier in self.tiers if not tier.is_remote or tier.num_blocks] or self.tiers
+        slowest = min((self._rates[tier.name].bytes_per_s(now) for tier in counted), default=0.0)
         return self._tools.blocks.block_bytes / self._tools.block_size / slowest if slowest else 0.0
 
     @property
@@ -132,7 +136,10 @@ class KVTiers:
                 tier.touch([name for name, each in wanted.items() if each == keep_s], keep_s)
         if lacking:
             blocks = await self._copied(list(lacking))
-            writes = [(tier, name, block, wanted[name]) for name, block in blocks.items() for tier in lacking[name]]
+            writes = [
+                (tier, [(name, block, wanted[name]) for name, block in blocks.items() if tier in lacking[name]])
+                for tier in self.tiers
+            ]
             # Not to its end: a disk may hold the thread for long, and what it reads are copies.
             await asyncio.wrap_future(self._tools.writing.submit(lambda: _write_all(writes)))
 
@@ -178,6 +185,7 @@ class KVTiers:
         tokens = request.history
         num_here, hashes = await self._tools.sharing.lacking(request.block_root, tokens)
         names = names_of(request.block_root, hashes)
+        await self._ask(names, num_here, len(tokens))
         batches = self._plan(names, num_here)
         if not batches:
             return 0
@@ -195,6 +203,29 @@ class KVTiers:
         finally:
             del self._under_way[key]
             done.set()
+
+    async def _ask(self, names: Sequence[BlockName], num_here: int, num_tokens: int) -> None:
+        """Ask tiers of other hosts for the blocks behind those that are known to be somewhere, where it would pay if they had
+        all of them."""
+        for tier in self.tiers:
+            rate = self._rates[tier.name]
+            if not tier.is_remote or not tier.is_available or time.monotonic() < rate.not_before:
+                continue
+            num_known = num_here + sum(len(batch.names) for batch in self._plan(names, num_here))
+            unknown = names[num_known:]
+            limit = self._limit([_Batch(tier, list(unknown))], num_known, len(names), num_tokens) if unknown else None
+            if limit is not None:
+                await self._found(tier, unknown, min(limit, PATIENCE * ASK_S))
+
+    async def _found(self, tier: Tier, names: Sequence[BlockName], limit: float) -> None:
+        future = self._tools.asking.submit(lambda: tier.find(names))
+        try:
+            async with asyncio.timeout(limit):
+                await asyncio.wrap_future(future)  # cancelled in time, it is not asked at all
+        except TimeoutError:
+            self._rates[tier.name].leave_out(time.monotonic())
+            self.counts.num_late += 1
+            logger.warning("the %s tier did not say within %.2f s what it has", tier.name, limit)
 
     def _plan(self, names: Sequence[BlockName], num_here: int) -> list[_Batch]:
         """Return the blocks behind those that the pool has, as far as tiers have them, by tier; all of them are touched."""
@@ -264,7 +295,7 @@ class KVTiers:
         try:
             for number, batch in enumerate(batches):
                 while len(reads) < min(len(batches), number + READ_AHEAD):
-                    reads.append(_Read(self._tools.reading, batches[len(reads)]))
+                    reads.append(self._read(batches[len(reads)]))
                 blocks = await self._arrived(reads[number], deadline)
                 if not blocks:
                     break
@@ -279,6 +310,9 @@ class KVTiers:
             for read in reads:
                 read.abandon()
         return first
+
+    def _read(self, batch: _Batch) -> _Read:
+        return _Read(self._tools.asking if batch.tier.is_remote else self._tools.reading, batch)
 
     async def _arrived(self, read: _Read, deadline: float) -> list[BlockBytes]:
         """Return the leading blocks of a batch that the tier has lent; none when it took too long."""
@@ -298,15 +332,16 @@ class KVTiers:
 
     def close(self) -> None:
         """End the threads and the tiers; a thread that a disk holds is left behind."""
-        for threads in (self._tools.copying, self._tools.reading, self._tools.writing):
+        for threads in (self._tools.copying, self._tools.reading, self._tools.asking, self._tools.writing):
             threads.close()
         for tier in self.tiers:
             tier.close()
 
 
-def _write_all(writes: Sequence[tuple[Tier, BlockName, BlockBytes, float]]) -> None:
-    for tier, name, block, keep_s in writes:
-        tier.write(name, block, keep_s)
+def _write_all(writes: Sequence[tuple[Tier, Sequence[tuple[BlockName, BlockBytes, float]]]]) -> None:
+    for tier, blocks in writes:
+        if blocks:
+            tier.write_batch(blocks)
 
 
 class _Read:
@@ -321,12 +356,7 @@ class _Read:
 
     def _lend(self) -> list[BlockBytes]:
         began = time.monotonic()
-        blocks: list[BlockBytes] = []
-        for name in self.batch.names:
-            block = self.batch.tier.lend(name)
-            if block is None:
-                break
-            blocks.append(block)
+        blocks = self.batch.tier.lend_batch(self.batch.names)
         self.seconds = time.monotonic() - began
         return blocks
 

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 
 from kvtransfer.kv_sources import Brought
+from kvtransfer.tiers.opening import open_tiers
 from kvtransfer.tiers.pool_blocks import pool_blocks
-from kvtransfer.tiers.settings import open_tiers
 from kvtransfer.tiers.threads import TierThreads
 from kvtransfer.tiers.tiers import READ_AHEAD, KVTiers, TierTools
 from pdmesh.engine.request import EngineRequest
@@ -17,7 +17,7 @@ from pdmesh.worker.config import WorkerConfig
 from pdmesh.worker.engines.base import WorkerEngine
 from prefill_service.kv_pull import KVPuller
 
-COPYING_THREADS = 2
+ASKING_THREADS, COPYING_THREADS = 2, 2
 
 
 class WorkerKVSources:
@@ -53,11 +53,12 @@ def open_kv_tiers(
     if not config.tiers.has_any:
         return None
     if engine.sharing is None:
-        raise ConfigError("--kv-disk", f"the engine {engine.facts.name} has no tiers; leave --kv-disk and --kv-host-gb out")
+        problem = f"the engine {engine.facts.name} has no tiers; leave --kv-host-gb, --kv-disk and --kv-store out"
+        raise ConfigError("--kv-disk", problem)
     copying = TierThreads(COPYING_THREADS, name="kv-tier-copy", is_behind=False)
     blocks = pool_blocks(engine.memory, copying)
     try:
-        tiers = open_tiers(config.tiers, identity, layout, blocks.block_bytes)
+        tiers = open_tiers(config.tiers, identity, layout, blocks.block_bytes, config.mesh)
     except ValueError as error:
         copying.close()
         field, _, problem = str(error).partition(": ")
@@ -69,6 +70,7 @@ def open_kv_tiers(
         blocks=blocks,
         copying=copying,
         reading=TierThreads(READ_AHEAD, name="kv-tier-read", is_behind=False),
+        asking=TierThreads(ASKING_THREADS, name="kv-tier-ask", is_behind=False),
         writing=TierThreads(1, name="kv-tier-write", is_behind=True),
         block_size=layout.block_size,
         compute_s=compute_s,

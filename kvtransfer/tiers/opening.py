@@ -1,0 +1,55 @@
+"""The tiers that a worker's settings ask for."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from pathlib import Path
+
+from kvtransfer.tiers.base import Tier
+from kvtransfer.tiers.block_file import IDENTITY_BYTES
+from kvtransfer.tiers.disk import DiskTier
+from kvtransfer.tiers.host import HostTier
+from kvtransfer.tiers.redis_blocks import RedisBlocks
+from kvtransfer.tiers.settings import GB, TierConfig
+from kvtransfer.tiers.store import TIMEOUT_S, StoreTier
+from pdmesh.runtime.registry.redis_link import without_password
+from pdmesh.v1 import common_pb2
+
+
+def open_tiers(
+    config: TierConfig, identity: common_pb2.Identity, layout: common_pb2.KVLayout, block_bytes: int, mesh: str
+) -> tuple[Tier, ...]:
+    """Return the tiers, the fastest first; looks through the folder, so call it in a thread. `mesh`: its name, under which a
+    store keeps its blocks. Raises ValueError naming the field."""
+    tiers: list[Tier] = []
+    if config.kv_host_gb:
+        tiers.append(HostTier(round(config.kv_host_gb * GB), block_bytes))
+    if config.kv_disk:
+        try:
+            folder = Path(config.kv_disk)
+            tiers.append(DiskTier(folder, round(config.kv_disk_gb * GB), block_bytes, digest_of(identity, layout, block_bytes)))
+        except OSError as error:
+            raise ValueError(f"kv_disk: {config.kv_disk} cannot be used: {error.strerror or error}") from error
+    if config.kv_store:
+        tiers.append(_open_store(config, digest_of(identity, layout, block_bytes), block_bytes, mesh))
+    return tuple(tiers)
+
+
+def _open_store(config: TierConfig, identity: bytes, block_bytes: int, mesh: str) -> StoreTier:
+    shown = without_password(config.kv_store)
+    try:
+        blocks = RedisBlocks(config.kv_store, mesh, TIMEOUT_S)
+    except ValueError as error:
+        # The error's own text is not shown: for a password with a / in it, it quotes a part as the port.
+        problem = f"kv_store: {shown!r} is no Redis URL ({type(error).__name__}); give redis://host:port/0"
+        raise ValueError(problem) from None
+    return StoreTier(blocks, round(config.kv_store_gb * GB), block_bytes, identity, shown_url=shown)
+
+
+def digest_of(identity: common_pb2.Identity, layout: common_pb2.KVLayout, block_bytes: int) -> bytes:
+    """Return what tells apart the blocks of models, numeric modes and layouts, 8 bytes."""
+    digest = blake2b(digest_size=IDENTITY_BYTES, person=b"pdmesh.tier")
+    for part in (identity.SerializeToString(deterministic=True), layout.SerializeToString(deterministic=True)):
+        digest.update(len(part).to_bytes(4, "little") + part)
+    digest.update(block_bytes.to_bytes(8, "little"))
+    return digest.digest()
