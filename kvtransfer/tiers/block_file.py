@@ -1,4 +1,5 @@
-"""The file of a block on disk: a header, then keys and values of all layers.
+"""The file of a block on disk, or its value in a store: a header, then keys and values of all layers, as they are (version 1) or
+compressed (version 2, coding.py).
 
     <folder>/<identity, 16 hex>/<root>/<hash>.<parent>.kv
 
@@ -18,10 +19,10 @@ from kvtransfer.framing import checksum
 from pdmesh.engine.kv_cache.published_blocks import BlockName
 
 MAGIC = b"PDMKVBLK"
-VERSION = 1
+VERSION, CODED_VERSION = 1, 2
 MAX_NAME_BYTES = 32
 IDENTITY_BYTES = 8
-_FIELDS = struct.Struct("<8sHBB4x8s32s32sQI")
+_FIELDS = struct.Struct("<8sHBBB3x8s32s32sIII")
 _SUM = struct.Struct("<I")
 HEADER_BYTES = _FIELDS.size + _SUM.size
 SUFFIX, PARTIAL = ".kv", ".partial"
@@ -35,24 +36,30 @@ class BadBlockFile(ValueError):
 
 @dataclass(frozen=True)
 class BlockHeader:
-    """Hold what a header says of the block behind it. `identity`: a digest of the model, its numbers and the block's shape."""
+    """Hold what a header says of the block behind it. `identity`: a digest of the model, its numbers and the block's shape;
+    `num_bytes`, `crc`: of its content; `width`: bytes of a number where it is compressed, else 0; `num_stored`: bytes that
+    follow."""
 
     identity: bytes
     root: bytes
     block_hash: bytes
     num_bytes: int
     crc: int
+    width: int
+    num_stored: int
 
     def pack(self) -> bytes:
         fields = _FIELDS.pack(
             MAGIC,
-            VERSION,
+            CODED_VERSION if self.width else VERSION,
             len(self.root),
             len(self.block_hash),
+            self.width,
             self.identity,
             self.root,
             self.block_hash,
             self.num_bytes,
+            self.num_stored if self.width else 0,
             self.crc,
         )
         return fields + _SUM.pack(checksum([fields]))
@@ -65,16 +72,19 @@ class BlockHeader:
         fields = header[: _FIELDS.size]
         if _SUM.unpack_from(header, _FIELDS.size)[0] != checksum([fields]):
             raise BadBlockFile("its header's checksum is wrong")
-        magic, version, root_bytes, hash_bytes, identity, root, block_hash, num_bytes, crc = _FIELDS.unpack(fields)
-        if (magic, version) != (MAGIC, VERSION):
+        magic, version, root_bytes, hash_bytes, width, *rest = _FIELDS.unpack(fields)
+        if magic != MAGIC or version != (CODED_VERSION if width else VERSION):
             raise BadBlockFile(f"it is of another format: {magic!r} version {version}")
-        return cls(identity, root[:root_bytes], block_hash[:hash_bytes], num_bytes, crc)
+        identity, root, block_hash, num_bytes, num_coded, crc = rest
+        num_stored = num_coded if width else num_bytes
+        return cls(identity, root[:root_bytes], block_hash[:hash_bytes], num_bytes, crc, width, num_stored)
 
-    def check(self, expected: BlockHeader) -> None:
-        """Raise BadBlockFile naming the field that is not as expected, but for the CRC."""
-        for name in ("identity", "root", "block_hash", "num_bytes"):
-            if getattr(self, name) != getattr(expected, name):
-                raise BadBlockFile(f"its {name} is another block's")
+    def check(self, identity: bytes, name: BlockName, num_bytes: int) -> None:
+        """Raise BadBlockFile naming the field that is not as expected."""
+        expected = {"identity": identity, "root": name.root, "block_hash": name.block_hash, "num_bytes": num_bytes}
+        for field, value in expected.items():
+            if getattr(self, field) != value:
+                raise BadBlockFile(f"its {field} is another block's")
 
 
 def relative_path(name: BlockName) -> str:

@@ -29,6 +29,7 @@ from kvtransfer.tiers.block_file import (
     partial_path,
     relative_path,
 )
+from kvtransfer.tiers.coding import BlockForm, CannotDecode, is_installed
 from pdmesh.engine.kv_cache.published_blocks import BlockName
 
 PARTIAL_S = 600.0
@@ -50,16 +51,14 @@ class DiskTier(IndexedTier):
 
     name = "disk"
 
-    def __init__(
-        self, folder: Path, max_bytes: int, block_bytes: int, identity: bytes, clock: Callable[[], float] = time.time
-    ) -> None:
-        """Find what the folder holds. `identity`: 8 bytes that stand for the model, its numbers and the block's shape. Raises
-        ValueError where not one block fits, OSError for a folder that cannot be made or read."""
-        if max_bytes < block_bytes + HEADER_BYTES:
-            raise ValueError(f"kv_disk_gb: {max_bytes} bytes are less than a block of {block_bytes}")
+    def __init__(self, folder: Path, max_bytes: int, form: BlockForm, clock: Callable[[], float] = time.time) -> None:
+        """Find what the folder holds. Raises ValueError where not one block fits, OSError for a folder that cannot be made or
+        read."""
+        if max_bytes < form.max_bytes:
+            raise ValueError(f"kv_disk_gb: {max_bytes} bytes are less than a block of {form.block_bytes}")
         super().__init__(max_bytes, clock)
-        self._folder, self._identity, self._block_bytes = folder, identity, block_bytes
-        self._own = folder / identity.hex()
+        self._folder, self._form = folder, form
+        self._own = folder / form.identity.hex()
         self._writer = secrets.token_hex(4)  # process ids of containers that share the folder may be equal
         self._serial = itertools.count()
         self._others: list[tuple[float, int, Path]] = []  # files of other identities: last used, bytes, path; the oldest last
@@ -98,12 +97,24 @@ class DiskTier(IndexedTier):
                 with contextlib.suppress(FileNotFoundError):  # another worker has removed it
                     status = file.stat()
                     if name is not None:
-                        if status.st_size == HEADER_BYTES + self._block_bytes:
+                        if self._is_whole(name, Path(file.path), status.st_size):
                             yield name, status.st_mtime, status.st_size
-                        else:
-                            self._remove_bad(name, f"it has {status.st_size} bytes, not {HEADER_BYTES + self._block_bytes}")
                     elif file.name.endswith(PARTIAL) and status.st_mtime < now - PARTIAL_S:
                         os.unlink(file.path)
+
+    def _is_whole(self, name: BlockName, path: Path, size: int) -> bool:
+        """Return whether a file has the length that it should, which a compressed one's header says; a bad one is removed."""
+        if size == self._form.max_bytes or name in self._index:
+            return True
+        try:
+            with path.open("rb") as file:
+                header = BlockHeader.unpack(file.read(HEADER_BYTES))
+            if size != HEADER_BYTES + header.num_stored:
+                raise BadBlockFile(f"it has {size} bytes, not {HEADER_BYTES + header.num_stored}")
+        except BadBlockFile as error:
+            self._remove_bad(name, str(error))
+            return False
+        return is_installed()
 
     def _other_files(self) -> Iterator[tuple[float, int, Path]]:
         for identity in _entries(self._folder):
@@ -133,14 +144,15 @@ class DiskTier(IndexedTier):
         try:
             if time.monotonic() > self._scanned + RESCAN_S:
                 self.rescan()
-            if self._make_room(name):
-                self._write(name, block)
-                self._written(name, keep_s)
+            pieces = self._form.pack(name, block)
+            size = sum(piece.nbytes for piece in pieces)
+            if self._make_room(name, size):
+                self._write(name, pieces)
+                self._written(name, size, keep_s)
         except OSError as error:
             self._refused(error)
 
-    def _make_room(self, name: BlockName) -> bool:
-        size = HEADER_BYTES + self._block_bytes
+    def _make_room(self, name: BlockName, size: int) -> bool:
         with self._lock:
             while self._others and self._index.num_bytes + size > self._index.max_bytes:
                 _, freed, path = self._others.pop()
@@ -154,14 +166,13 @@ class DiskTier(IndexedTier):
             self._unlink(victim)
         return has_room
 
-    def _write(self, name: BlockName, block: BlockBytes) -> None:
+    def _write(self, name: BlockName, pieces: list[memoryview]) -> None:
         path = self._own / relative_path(name)
         partial = partial_path(path, f"{self._writer}-{next(self._serial)}")
-        header = BlockHeader(self._identity, name.root, name.block_hash, self._block_bytes, block.crc).pack()
         file = self._create(partial)
         try:
             try:
-                _write_all(file, [memoryview(header), block.content])
+                _write_all(file, pieces)
             finally:
                 os.close(file)
             os.rename(partial, path)
@@ -177,9 +188,9 @@ class DiskTier(IndexedTier):
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         return os.open(path, flags, 0o600)
 
-    def _written(self, name: BlockName, keep_s: float) -> None:
+    def _written(self, name: BlockName, size: int, keep_s: float) -> None:
         with self._lock:
-            self._index.add(name, HEADER_BYTES + self._block_bytes, self._clock() + keep_s)
+            self._index.add(name, size, self._clock() + keep_s)
             self._changes.append(name)
             self.counts.num_written += 1
 
@@ -213,9 +224,7 @@ class DiskTier(IndexedTier):
     def _read(self, name: BlockName) -> BlockBytes | None:
         path = self._own / relative_path(name)
         try:
-            header, content = _read_file(path, self._block_bytes)
-            found = BlockHeader.unpack(header)
-            found.check(BlockHeader(self._identity, name.root, name.block_hash, self._block_bytes, found.crc))
+            block = self._form.unpack(name, _read_file(path, self._form.max_bytes))
         except FileNotFoundError:  # another worker has removed it
             with self._lock:
                 self._forget(name)
@@ -229,9 +238,13 @@ class DiskTier(IndexedTier):
         except BadBlockFile as error:
             self._remove_bad(name, str(error))
             return None
+        except CannotDecode:  # another worker's, which it can read
+            with self._lock:
+                self._forget(name)
+            return None
         self.counts.num_read += 1
         self._note_use(name, path)
-        return BlockBytes(content, found.crc)
+        return block
 
     def _note_use(self, name: BlockName, path: Path) -> None:
         """Say in the file's times that it was used, for other workers and later ones."""
@@ -279,13 +292,13 @@ def _write_all(file: int, parts: list[memoryview]) -> None:
             parts[0] = parts[0][written:]
 
 
-def _read_file(path: Path, num_bytes: int) -> tuple[bytes, memoryview]:
-    """Return header and content. Raises OSError, or BadBlockFile for a file of another length."""
+def _read_file(path: Path, max_bytes: int) -> memoryview:
+    """Return what a file holds. Raises OSError, or BadBlockFile for a longer file."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         size = os.fstat(file).st_size
-        if size != HEADER_BYTES + num_bytes:
-            raise BadBlockFile(f"it has {size} bytes, not {HEADER_BYTES + num_bytes}")
+        if size > max_bytes:
+            raise BadBlockFile(f"it has {size} bytes, not {max_bytes} or less")
         whole = room_for(size)
         position = 0
         while position < size:
@@ -293,6 +306,6 @@ def _read_file(path: Path, num_bytes: int) -> tuple[bytes, memoryview]:
             if not got:
                 raise BadBlockFile(f"it ends after {position} bytes")
             position += got
-        return bytes(whole[:HEADER_BYTES]), whole[HEADER_BYTES:]
+        return whole
     finally:
         os.close(file)

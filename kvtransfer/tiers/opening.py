@@ -5,8 +5,10 @@ from __future__ import annotations
 from hashlib import blake2b
 from pathlib import Path
 
+from kvtransfer.manifest import DTYPE_BYTES
 from kvtransfer.tiers.base import Tier
 from kvtransfer.tiers.block_file import IDENTITY_BYTES
+from kvtransfer.tiers.coding import REMEDY, BlockForm, is_installed
 from kvtransfer.tiers.disk import DiskTier
 from kvtransfer.tiers.host import HostTier
 from kvtransfer.tiers.redis_blocks import RedisBlocks
@@ -22,20 +24,29 @@ def open_tiers(
     """Return the tiers, the fastest first; looks through the folder, so call it in a thread. `mesh`: its name, under which a
     store keeps its blocks. Raises ValueError naming the field."""
     tiers: list[Tier] = []
+    form = _form(config, identity, layout, block_bytes)
     if config.kv_host_gb:
         tiers.append(HostTier(round(config.kv_host_gb * GB), block_bytes))
     if config.kv_disk:
         try:
             folder = Path(config.kv_disk)
-            tiers.append(DiskTier(folder, round(config.kv_disk_gb * GB), block_bytes, digest_of(identity, layout, block_bytes)))
+            tiers.append(DiskTier(folder, round(config.kv_disk_gb * GB), form))
         except OSError as error:
             raise ValueError(f"kv_disk: {config.kv_disk} cannot be used: {error.strerror or error}") from error
     if config.kv_store:
-        tiers.append(_open_store(config, digest_of(identity, layout, block_bytes), block_bytes, mesh))
+        tiers.append(_open_store(config, form, mesh))
     return tuple(tiers)
 
 
-def _open_store(config: TierConfig, identity: bytes, block_bytes: int, mesh: str) -> StoreTier:
+def _form(config: TierConfig, identity: common_pb2.Identity, layout: common_pb2.KVLayout, block_bytes: int) -> BlockForm:
+    is_coded = config.kv_tier_compression == "zstd"
+    if is_coded and not is_installed():
+        raise ValueError(f"kv_tier_compression: zstd needs the package zstandard; {REMEDY}")
+    width = DTYPE_BYTES.get(layout.kv_dtype, 1) if is_coded else 0
+    return BlockForm(digest_of(identity, layout, block_bytes), block_bytes, width)
+
+
+def _open_store(config: TierConfig, form: BlockForm, mesh: str) -> StoreTier:
     shown = without_password(config.kv_store)
     try:
         blocks = RedisBlocks(config.kv_store, mesh, TIMEOUT_S)
@@ -43,7 +54,7 @@ def _open_store(config: TierConfig, identity: bytes, block_bytes: int, mesh: str
         # The error's own text is not shown: for a password with a / in it, it quotes a part as the port.
         problem = f"kv_store: {shown!r} is no Redis URL ({type(error).__name__}); give redis://host:port/0"
         raise ValueError(problem) from None
-    return StoreTier(blocks, round(config.kv_store_gb * GB), block_bytes, identity, shown_url=shown)
+    return StoreTier(blocks, round(config.kv_store_gb * GB), form, shown_url=shown)
 
 
 def digest_of(identity: common_pb2.Identity, layout: common_pb2.KVLayout, block_bytes: int) -> bytes:

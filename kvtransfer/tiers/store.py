@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kvtransfer.tiers.base import BlockBytes, IndexedTier
-from kvtransfer.tiers.block_file import HEADER_BYTES, BadBlockFile, BlockHeader, is_storable
+from kvtransfer.tiers.block_file import BadBlockFile, is_storable
+from kvtransfer.tiers.coding import BlockForm, CannotDecode
 from kvtransfer.tiers.redis_blocks import Change, RedisBlocks, StoreFull
 from pdmesh.engine.kv_cache.published_blocks import BlockName
 
@@ -62,18 +63,17 @@ class StoreTier(IndexedTier):
         self,
         blocks: RedisBlocks,
         max_bytes: int,
-        block_bytes: int,
-        identity: bytes,
+        form: BlockForm,
         *,
         shown_url: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`shown_url`: without a password, for logs. Raises ValueError where not one block fits."""
-        if max_bytes < block_bytes + HEADER_BYTES:
-            raise ValueError(f"kv_store_gb: {max_bytes} bytes are less than a block of {block_bytes}")
+        if max_bytes < form.max_bytes:
+            raise ValueError(f"kv_store_gb: {max_bytes} bytes are less than a block of {form.block_bytes}")
         super().__init__(VIEW * max_bytes, clock)
         self._bound = max_bytes
-        self._blocks, self._block_bytes, self._identity, self._shown_url = blocks, block_bytes, identity, shown_url
+        self._blocks, self._form, self._shown_url = blocks, form, shown_url
         self._total_bytes = 0
         self._known: dict[BlockName, _Known] = {}
         self._num_known = 0
@@ -187,8 +187,7 @@ class StoreTier(IndexedTier):
                 before = self._index.named(name.root, name.parent)
                 self._touch([before] if before else [], keep_s)
             self._catch_up()
-        header = BlockHeader(self._identity, name.root, name.block_hash, self._block_bytes, block.crc).pack()
-        value = b"".join([header, block.content])
+        value = b"".join(self._form.pack(name, block))
         try:
             change = self._blocks.put(self._key(name), self._parent_key(name), value, keep_s, self._bound)
         except StoreFull:
@@ -201,7 +200,7 @@ class StoreTier(IndexedTier):
                 self.counts.num_written += 1
 
     def _shrink(self) -> None:
-        wanted = max(self._block_bytes + HEADER_BYTES, int(FULL_SHARE * self._blocks.trim(self.max_bytes).num_bytes))
+        wanted = max(self._form.max_bytes, int(FULL_SHARE * self._blocks.trim(self.max_bytes).num_bytes))
         self._bound = min(self._bound, wanted)
         for _ in range(TRIM_CALLS):
             change = self._blocks.trim(wanted)
@@ -216,7 +215,7 @@ class StoreTier(IndexedTier):
         for key in change.gone:
             with contextlib.suppress(ValueError):
                 identity, root, block_hash = map(bytes.fromhex, key.split(":"))
-                name = self._index.named(root, block_hash) if identity == self._identity else None
+                name = self._index.named(root, block_hash) if identity == self._form.identity else None
                 if name is not None:
                     self._forget(name)
 
@@ -234,7 +233,7 @@ class StoreTier(IndexedTier):
         return self._call(lambda: self._read(names)) or []
 
     def _read(self, names: Sequence[BlockName]) -> list[BlockBytes]:
-        values = self._blocks.get([self._key(name) for name in names], HEADER_BYTES + self._block_bytes)
+        values = self._blocks.get([self._key(name) for name in names], self._form.max_bytes)
         blocks: list[BlockBytes] = []
         for name, value in zip(names, values, strict=True):
             try:
@@ -252,16 +251,15 @@ class StoreTier(IndexedTier):
         return blocks
 
     def _unpacked(self, name: BlockName, value: bytes | Exception) -> BlockBytes | None:
-        """Return what a value holds; None: nothing is stored. Raises BadBlockFile."""
+        """Return what a value holds; None: nothing, or nothing that can be read here. Raises BadBlockFile."""
         if isinstance(value, Exception):
             raise BadBlockFile(f"it is no block: {value}")
         if not value:
             return None
-        header = BlockHeader.unpack(value[:HEADER_BYTES])
-        header.check(BlockHeader(self._identity, name.root, name.block_hash, self._block_bytes, header.crc))
-        if len(value) != HEADER_BYTES + self._block_bytes:
-            raise BadBlockFile(f"it has {len(value)} bytes, not {HEADER_BYTES + self._block_bytes}")
-        return BlockBytes(memoryview(value)[HEADER_BYTES:], header.crc)
+        try:
+            return self._form.unpack(name, memoryview(value))
+        except CannotDecode:  # another worker's, which it can read
+            return None
 
     def give_back(self, name: BlockName, *, is_damaged: bool) -> None:
         """End a `lend`, which lent a copy; a damaged block is removed at the next call to the store."""
@@ -280,7 +278,7 @@ class StoreTier(IndexedTier):
     def _learn(self, name: BlockName, keep_s: float) -> None:
         now = self._clock()
         if name not in self._index:
-            size = HEADER_BYTES + self._block_bytes
+            size = self._form.max_bytes
             for victim in self._index.victims(size, name, now):
                 self._drop(victim)
             if self._index.num_bytes + size > self._index.max_bytes:
@@ -338,7 +336,7 @@ class StoreTier(IndexedTier):
         self._blocks.close()
 
     def _key(self, name: BlockName) -> str:
-        return f"{self._identity.hex()}:{name.root.hex()}:{name.block_hash.hex()}"
+        return f"{self._form.identity.hex()}:{name.root.hex()}:{name.block_hash.hex()}"
 
     def _parent_key(self, name: BlockName) -> str:
         """Return the key of the block before one; empty: it is the first."""

@@ -107,6 +107,21 @@ async def test_a_worker_of_another_host_restores_what_the_first_wrote(
         assert timings[-1].num_restored_tokens == 0  # the pool has it
 
 
+async def test_compressed_blocks_give_the_same_tokens(model: Model, tiny: Path, tmp_path: Path, server: EmbeddedRedis) -> None:
+    pytest.importorskip("zstandard", reason="the extra `compression` is not installed")
+    async with running_pair(model, tiny, TierConfig()) as pair:
+        right = await pair.answer(PROMPT)
+    tiers = shared(server, kv_disk=str(tmp_path / "kv"), kv_tier_compression="zstd")
+    async with running_pair(model, tiny, tiers) as pair:
+        await pair.answer(PROMPT)
+        await written(pair.prefill, WHOLE)
+        assert store_of(tiers_of(pair.prefill)).num_bytes < 0.9 * WHOLE * tiers_of(pair.prefill)._tools.blocks.block_bytes
+    for settings in (tiers, shared(server)):
+        async with running_pair(model, tiny, settings) as pair:
+            assert (await pair.answer(PROMPT)).tokens() == right.tokens()
+            assert tiers_of(pair.prefill).counts.num_tokens == WHOLE * BLOCK
+
+
 async def test_the_router_is_told_of_what_was_found(model: Model, tiny: Path, server: EmbeddedRedis) -> None:
     async with running_pair(model, tiny, shared(server)) as pair:
         right = await pair.answer(PROMPT)

@@ -7,10 +7,12 @@ from pathlib import Path
 
 from kvtransfer.framing import checksum
 from kvtransfer.tiers.base import BlockBytes
+from kvtransfer.tiers.coding import BlockForm
 from pdmesh.engine.kv_cache.published_blocks import BlockName, names_of
 
 SIZE = 5_000
 IDENTITY = b"identity"
+FORM = BlockForm(IDENTITY, SIZE)
 ROOT = b"root"
 
 

@@ -15,15 +15,16 @@ import pytest
 
 from kvtransfer.tiers import disk
 from kvtransfer.tiers.block_file import HEADER_BYTES, BlockHeader, name_of, relative_path
+from kvtransfer.tiers.coding import BlockForm
 from kvtransfer.tiers.disk import DiskTier
 from pdmesh.engine.kv_cache.published_blocks import BlockName
-from tests.kvtransfer.tiers.blocks import IDENTITY, SIZE, block, chain, files_in
+from tests.kvtransfer.tiers.blocks import FORM, IDENTITY, SIZE, block, chain, files_in
 
 FILE = SIZE + HEADER_BYTES
 
 
 def opened(folder: Path, max_blocks: int = 10, identity: bytes = IDENTITY, size: int = SIZE) -> DiskTier:
-    return DiskTier(folder, max_blocks * FILE, size, identity)
+    return DiskTier(folder, max_blocks * FILE, BlockForm(identity, size))
 
 
 def content_of(tier: DiskTier, name: BlockName) -> bytes | None:
@@ -129,7 +130,7 @@ def path_with(identity: bytes, name: BlockName) -> Path:
     folder = Path(os.environ["PYTEST_TIER_FOLDER"]) / identity.hex()
     path = folder / relative_path(name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    tier = DiskTier(folder.parent, 10 * FILE, SIZE, identity)
+    tier = DiskTier(folder.parent, 10 * FILE, BlockForm(identity, SIZE))
     tier.write(name, block(77), 0.0)
     return path
 
@@ -259,13 +260,14 @@ def test_names_that_are_no_blocks(text: str) -> None:
 
 
 def test_a_header_says_all_that_it_was_made_of() -> None:
-    header = BlockHeader(IDENTITY, b"r", b"h" * 32, 12, 0xFFFFFFFF)
-    assert BlockHeader.unpack(header.pack()) == header and len(header.pack()) == HEADER_BYTES
+    for width, num_stored in ((0, 12), (2, 7)):
+        header = BlockHeader(IDENTITY, b"r", b"h" * 32, 12, 0xFFFFFFFF, width, num_stored)
+        assert BlockHeader.unpack(header.pack()) == header and len(header.pack()) == HEADER_BYTES
 
 
 def test_a_bound_below_one_block_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="kv_disk_gb: 100 bytes"):
-        DiskTier(tmp_path, 100, SIZE, IDENTITY)
+        DiskTier(tmp_path, 100, FORM)
 
 
 def test_workers_that_share_a_folder_write_the_same_block_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

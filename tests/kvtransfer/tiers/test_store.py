@@ -15,7 +15,8 @@ import pytest
 from redis import Redis
 
 from kvtransfer.tiers import redis_blocks, store
-from kvtransfer.tiers.block_file import HEADER_BYTES, BlockHeader
+from kvtransfer.tiers.block_file import HEADER_BYTES
+from kvtransfer.tiers.coding import BlockForm
 from kvtransfer.tiers.opening import open_tiers
 from kvtransfer.tiers.redis_blocks import RedisBlocks
 from kvtransfer.tiers.settings import TierConfig
@@ -23,7 +24,7 @@ from kvtransfer.tiers.store import StoreTier
 from pdmesh.engine.kv_cache.published_blocks import BlockName
 from pdmesh.runtime.registry.redis_server import EmbeddedRedis
 from pdmesh.v1 import common_pb2
-from tests.kvtransfer.tiers.blocks import IDENTITY, SIZE, block, chain
+from tests.kvtransfer.tiers.blocks import FORM, IDENTITY, SIZE, block, chain
 
 VALUE = SIZE + HEADER_BYTES
 
@@ -41,9 +42,9 @@ Open = Callable[..., StoreTier]
 def opened(server: EmbeddedRedis) -> Iterator[Open]:
     tiers: list[StoreTier] = []
 
-    def open_one(max_blocks: int = 10, identity: bytes = IDENTITY, mesh: str = "m", url: str = "") -> StoreTier:
+    def open_one(max_blocks: int = 10, identity: bytes = IDENTITY, mesh: str = "m", url: str = "", width: int = 0) -> StoreTier:
         blocks = RedisBlocks(url or server.url, mesh, timeout_s=0.3)
-        tiers.append(StoreTier(blocks, max_blocks * VALUE, SIZE, identity, shown_url="redis://shown"))
+        tiers.append(StoreTier(blocks, max_blocks * VALUE, BlockForm(identity, SIZE, width), shown_url="redis://shown"))
         return tiers[-1]
 
     yield open_one
@@ -197,8 +198,7 @@ async def test_a_lost_key_begins_anew(opened: Open, redis: Redis, lost: str) -> 
 
 
 def packed(name: BlockName, seed: int = 0, identity: bytes = IDENTITY) -> bytes:
-    content = block(seed)
-    return BlockHeader(identity, name.root, name.block_hash, SIZE, content.crc).pack() + bytes(content.content)
+    return b"".join(BlockForm(identity, SIZE).pack(name, block(seed)))
 
 
 NAME, OTHER = chain(2)
@@ -314,7 +314,7 @@ async def test_a_store_that_hangs(
 async def test_closing_ends_a_call_that_waits(caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         blocks = RedisBlocks(f"redis://127.0.0.1:{listening.getsockname()[1]}/0", "m", timeout_s=100.0)
-        tier = StoreTier(blocks, 10 * VALUE, SIZE, IDENTITY, shown_url="")
+        tier = StoreTier(blocks, 10 * VALUE, FORM, shown_url="")
         thread = threading.Thread(target=lambda: tier.find(chain(1)), daemon=True)
         thread.start()
         connection, _ = listening.accept()
@@ -400,4 +400,4 @@ def test_a_bound_that_is_none_is_refused(value: float) -> None:
 
 def test_a_bound_below_one_block_is_refused() -> None:
     with pytest.raises(ValueError, match="kv_store_gb: 100 bytes are less"):
-        StoreTier(RedisBlocks("redis://host/0", "m", 1.0), 100, SIZE, IDENTITY, shown_url="")
+        StoreTier(RedisBlocks("redis://host/0", "m", 1.0), 100, FORM, shown_url="")
