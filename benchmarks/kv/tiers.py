@@ -21,6 +21,7 @@ from benchmarks.harness import Figure
 from kvtransfer.manifest import KVMemory
 from kvtransfer.native.library import prepare
 from kvtransfer.tiers.base import Tier
+from kvtransfer.tiers.coding import BlockForm
 from kvtransfer.tiers.disk import DiskTier
 from kvtransfer.tiers.host import HostTier
 from kvtransfer.tiers.pool_blocks import ViewedBlocks
@@ -86,6 +87,7 @@ def tiers_of(tier: Tier, blocks: ViewedBlocks, copying: TierThreads, names: Sequ
         blocks=blocks,
         copying=copying,
         reading=TierThreads(READ_AHEAD, name="read", is_behind=False),
+        asking=TierThreads(1, name="ask", is_behind=False),
         writing=TierThreads(1, name="write", is_behind=True),
         block_size=BLOCK_SIZE,
         compute_s=lambda first, last: None,
@@ -139,7 +141,7 @@ async def figures() -> list[Figure]:
     rates = SimpleNamespace(host=[], memory=[], disk=[], device=[])
     with TemporaryDirectory() as folder:
         host = HostTier(num_bytes, blocks.block_bytes)
-        disk = DiskTier(Path(folder), 2 * num_bytes, blocks.block_bytes, b"8 bytes.")
+        disk = DiskTier(Path(folder), 2 * num_bytes, BlockForm(b"8 bytes.", blocks.block_bytes))
         for name, content in zip(names, contents, strict=True):
             host.write(name, content, 0.0)
             disk.write(name, content, 0.0)

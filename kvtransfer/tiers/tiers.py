@@ -16,7 +16,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -25,7 +25,7 @@ from kvtransfer.tiers.base import BlockBytes, Tier
 from kvtransfer.tiers.pool_blocks import PoolBlocks
 from kvtransfer.tiers.rate import ASK_S, FIXED_S, FORCED_LIMIT_S, PATIENCE, ReadRate, is_worth, limit_s
 from kvtransfer.tiers.threads import TierThreads
-from pdmesh.engine.errors import DuplicateRequest, EngineStopped, InvalidRequest, RequestTooLarge, UnknownAdapter
+from pdmesh.engine.errors import DuplicateRequest, InvalidRequest, RequestTooLarge, UnknownAdapter
 from pdmesh.engine.interface import KVSharing
 from pdmesh.engine.kv_cache.published_blocks import BlockName, names_of
 from pdmesh.engine.request import EngineRequest
@@ -37,7 +37,7 @@ BATCH_BYTES = 4 << 20
 """What is read or written at once: so much is pinned, and in a buffer."""
 READ_AHEAD = 4
 """Batches that are read at once, as many as there are threads for it."""
-FLUSH_S = 5.0
+FLUSH_S, FLUSH_PERIOD_S = 5.0, 0.01
 ASSUMED_BYTES_PER_S = {"host": 4e9, "disk": 5e8, "store": 2e8}
 
 logger = logging.getLogger(__name__)
@@ -91,6 +91,7 @@ class KVTiers:
         self._told: dict[BlockName, None] = {}
         self._serial = itertools.count(1)
         self._num_moving = 0
+        self._is_writing = False
 
     @property
     def token_s(self) -> float:
@@ -117,17 +118,25 @@ class KVTiers:
                 await asyncio.sleep(PERIOD_S)
 
     async def flush(self, limit_s: float = FLUSH_S) -> None:
-        """Write what was published until now, for at most so long, so that the worker's successor finds it."""
-        with contextlib.suppress(TimeoutError, EngineStopped):
+        """Wait until `run` has written what was published, for at most so long, so that the worker's successor finds it."""
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
-                while self._tools.sharing.has_published:
-                    await self.write_some()
+                while self._tools.sharing.has_published or self._is_writing:
+                    await asyncio.sleep(FLUSH_PERIOD_S)
 
     async def write_some(self) -> None:
         """Write the blocks that were published first, as many as a batch has."""
         wanted = dict(await self._tools.sharing.take_published(self._batch_blocks))
         if not wanted:
             return
+        self._is_writing = True
+        try:
+            await self._write(wanted)
+        finally:
+            self._is_writing = False
+
+    async def _write(self, wanted: Mapping[BlockName, float]) -> None:
+        """Write blocks, each with the seconds for which a session wants it, to the tiers that lack them."""
         lacking: dict[BlockName, list[Tier]] = {}
         for tier in self.tiers:
             for name in tier.lacks(wanted):

@@ -192,6 +192,8 @@ class Worker:
         self.decode.close_streams()
         self.kv_events.close()
         await self._server.drain(STREAM_END_GRACE_S)
+        if self.tiers is not None:
+            await self.tiers.flush()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -202,7 +204,6 @@ class Worker:
         await self._sender.close()
         await self._channels.close()
         if self.tiers is not None:
-            await self.tiers.flush()
             self.tiers.close()
         await self.engine.stop()
         self.engine.close()
