@@ -17,7 +17,7 @@ CODE := pdmesh pdmesh_vllm router prefill_service decode_service kvtransfer tool
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-vllm model kernels demo test lint types contracts stubs-fresh protos-lint unit simulated mesh test-thorough test-vllm test-k8s test-clients equality
-.PHONY: fuzz fuzz-parsers simulate chaos chaos-vllm bench-mesh bench-cpu bench-models bench-handoff bench-loadtest bench-profile bench-latency bench-clients bench-constrained bench-soak bench-capacity bench-router bench-autoscale bench-spec bench-sparsity bench-lora bench-observability bench-vllm bench-kv bench-gpu train-heads stubs format clean
+.PHONY: fuzz fuzz-parsers simulate chaos chaos-vllm bench-mesh bench-cpu bench-models bench-handoff bench-loadtest bench-profile bench-latency bench-clients bench-constrained bench-soak bench-capacity bench-router bench-autoscale bench-spec bench-sparsity bench-lora bench-observability bench-vllm bench-kv bench-kv-compression bench-gpu train-heads stubs format clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -159,6 +159,9 @@ bench-handoff: $(READY) kernels  ## the hand-off between two processes, beside m
 
 bench-kv: $(READY) model kernels  ## conversations whose KV is fetched from where it is, and computed again (15 minutes)
 	$(BIN)/python -m benchmarks.kv
+
+bench-kv-compression: $(READY) model kernels  ## ratio and speed of lossless compression of real KV, as tiers do it (a minute)
+	$(BIN)/python -m benchmarks.kv_compression
 
 bench-loadtest: $(READY)  ## what the load test reports about a server with known latencies, at 500 requests/s
 	$(BIN)/python -m benchmarks.loadtest

@@ -114,6 +114,7 @@ def show(figures: Sequence[Figure]) -> None:
 
 TARGETS = {
     "equality": "equality",
+    "kv_compression": "bench-kv-compression",
     "chaos": "chaos",
     "chaos_vllm": "chaos-vllm",
     "fuzz": "fuzz",

@@ -133,7 +133,11 @@ return 1
 )
 
 
-class StoreFull(Exception):
+class StoreRefused(Exception):
+    """Raised where Redis does not take a block."""
+
+
+class StoreFull(StoreRefused):
     """Raised where Redis has no memory left."""
 
 
@@ -181,7 +185,8 @@ class RedisBlocks:
 
     def put(self, block: str, parent: str, value: bytes, keep_s: float, max_bytes: int) -> Change:
         """Write a block, and remove the least recently used until the mesh has at most `max_bytes` there; it is not done where
-        those are too many at once, or where its parent (empty: it has none) is not there or would be next. Raises StoreFull."""
+        those are too many at once, or where its parent (empty: it has none) is not there or would be next. Raises
+        StoreRefused."""
         try:
             return self._change(self._put, max_bytes, math.ceil(keep_s), EVICTIONS_PER_CALL, block, parent, value)
         except OutOfMemoryError as error:
@@ -189,7 +194,7 @@ class RedisBlocks:
         except ResponseError as error:
             if "OOM" in str(error):  # as an error of a script, before Redis 7
                 raise StoreFull(str(error)) from error
-            raise
+            raise StoreRefused(str(error)) from error
 
     def trim(self, max_bytes: int) -> Change:
         """Remove the least recently used until the mesh has at most `max_bytes` there, a limited number of them."""

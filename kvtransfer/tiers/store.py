@@ -20,7 +20,7 @@ from typing import TypeVar
 from kvtransfer.tiers.base import BlockBytes, IndexedTier
 from kvtransfer.tiers.block_file import BadBlockFile, is_storable
 from kvtransfer.tiers.coding import BlockForm, CannotDecode
-from kvtransfer.tiers.redis_blocks import Change, RedisBlocks, StoreFull
+from kvtransfer.tiers.redis_blocks import Change, RedisBlocks, StoreFull, StoreRefused
 from pdmesh.engine.kv_cache.published_blocks import BlockName
 
 TIMEOUT_S = 1.0
@@ -192,6 +192,9 @@ class StoreTier(IndexedTier):
             change = self._blocks.put(self._key(name), self._parent_key(name), value, keep_s, self._bound)
         except StoreFull:
             self._shrink()
+            return
+        except StoreRefused as error:
+            self._refused(f"it refuses ({error})")
             return
         with self._lock:
             self._take(change)

@@ -347,6 +347,17 @@ async def test_a_full_store_is_a_smaller_cache_and_one_warning(
     assert tier.holds(chain(2, b"b")) == [True, True] and size_of(redis) == 18 * VALUE
 
 
+async def test_a_store_that_refuses_is_read_all_the_same(opened: Open, redis: Redis, caplog: pytest.LogCaptureFixture) -> None:
+    tier, names = opened(), chain(4)
+    write(tier, names[:2])
+    redis.acl_setuser("default", enabled=True, nopass=True, keys=["*"], commands=["+@all", "-set"])
+    with caplog.at_level(logging.WARNING):
+        write(tier, names)
+        write(tier, names)
+    assert len(caplog.records) == 1 and "it refuses (" in caplog.text and tier.lacks(names) == []
+    assert tier.is_available and len(tier.lend_batch(names[:2])) == 2 and tier.counts.num_failed == 1
+
+
 async def test_a_store_that_takes_long_to_write_to_is_left_alone_for_a_while(
     opened: Open, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
