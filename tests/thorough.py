@@ -52,6 +52,7 @@ SLOW = {
     "tests/benchmarks/test_gpu_bench.py": r"test_what_steps_launch_was_compiled_ahead\[int8\]",
     # `make equality` runs all ways of all prompts; transformers' tokens are greedy, so the drawn ones stay beside them.
     "tests/mesh/test_equality.py": r"\[greedy\]",
+    "tests/mesh/test_kv_equality.py": r"\[greedy-|forced_ways\]",
     "tests/mesh/test_numbers.py": r"\[grpc-.*(bfloat16|int4|torch)|\[shm-.*(bfloat16|int4|torch)",
     "tests/mesh/test_tensor_parallel.py": r"gives_the_same_tokens\[(shm-2-1|shm-2-2|tcp-1-2)\]",
     "tests/mesh/test_layouts.py": r"other_block_sizes.*\[(shm-48-16|tcp-16-48)\]",

@@ -1,5 +1,6 @@
 """`make equality`: every prompt, every way, in float32 against `transformers` (greedy) and one engine (sampled), and in the
-default numbers (int8) against one engine: what separates, batches, preempts or dies changes no token.
+default numbers (int8) against one engine: what separates, batches, preempts or dies changes no token, nor
+KV that workers restore from their tiers and fetch from each other.
 
 Also draws 10 000 tokens through the mesh with as many seeds' noise and compares them with the softmax by a chi-square test.
 Writes `benchmarks/results/equality.json`; exits 1 if any token differs.
@@ -7,6 +8,7 @@ Writes `benchmarks/results/equality.json`; exits 1 if any token differs.
 
 import asyncio
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +21,7 @@ from pdmesh.models.registry import ensure_model
 from pdmesh.text.tokenizer import Tokenizer
 from tests.equality import reference
 from tests.equality.goodness import chi_square_p, draw_first_tokens, softmax_of_next
+from tests.equality.kv_ways import forced_ways
 from tests.equality.prompts import encode_all
 from tests.equality.ways import Outcome, Task, engine_ways, mesh_ways, preempting_mesh
 
@@ -37,6 +40,10 @@ async def all_ways(task: Task) -> list[Outcome]:
         outcomes.append(outcome)
     outcomes.append(await preempting_mesh(task))
     say(f"{outcomes[-1].way}: evidence {outcomes[-1].evidence}")
+    with tempfile.TemporaryDirectory(prefix="pdmesh-equality-") as folder:
+        async for outcome in forced_ways(task, Path(folder)):
+            say(f"{outcome.way}: evidence {outcome.evidence}")
+            outcomes.append(outcome)
     return outcomes
 
 

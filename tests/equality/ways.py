@@ -19,6 +19,8 @@ from pdmesh.launcher.plan import LocalMeshConfig
 from tests.equality import mesh_runs
 
 BLOCK_SIZE = 16
+Ask = Callable[..., Awaitable[list[mesh_runs.Stream]]]
+"""`mesh_runs.run` with a mesh and its prompts."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,13 @@ class Task:
     def engine(self, **more: object) -> Engine:
         return make_engine(self.folder, **self.settings, **more)
 
-    def mesh(self, *flags: str, num_decode: int = 1) -> LocalMesh:
+    def mesh(self, *flags: str, num_decode: int = 1, metrics_port: int | None = None) -> LocalMesh:
         """One prefill worker; `flags` are the workers'."""
         flags = (*flags_of(self.settings), *flags)
-        return LocalMesh(LocalMeshConfig(model=str(self.folder), num_decode=num_decode, port=0, worker_args=flags))
+        config = LocalMeshConfig(
+            model=str(self.folder), num_decode=num_decode, port=0, metrics_port=metrics_port, worker_args=flags
+        )
+        return LocalMesh(config)
 
 
 @dataclass(frozen=True)
@@ -108,17 +113,22 @@ async def mesh_ways(task: Task) -> AsyncIterator[Outcome]:
         streams = await ask(together=True)
         yield Outcome("mesh together, with prefix hits", mesh_runs.tokens(streams), sum(s.cached_tokens for s in streams))
 
-        yield await _decode_killed(mesh, ask)
-
-        async def kill_router() -> None:
-            mesh.kill("router-0", signal.SIGKILL)
-
-        streams = await ask(together=True, disturb=kill_router)
-        yield Outcome("mesh, router killed, client resumes", mesh_runs.tokens(streams), sum(s.num_resumes for s in streams))
+        yield await decode_killed(mesh, ask)
+        yield await router_killed(mesh, ask)
 
 
-async def _decode_killed(mesh: LocalMesh, ask: Callable[..., Awaitable[list[mesh_runs.Stream]]]) -> Outcome:
-    """Short answers can be over before the blow falls: then once more."""
+async def router_killed(mesh: LocalMesh, ask: Ask) -> Outcome:
+    """(h) The only router."""
+
+    async def kill_router() -> None:
+        mesh.kill("router-0", signal.SIGKILL)
+
+    streams = await ask(together=True, disturb=kill_router)
+    return Outcome("mesh, router killed, client resumes", mesh_runs.tokens(streams), sum(s.num_resumes for s in streams))
+
+
+async def decode_killed(mesh: LocalMesh, ask: Ask) -> Outcome:
+    """(g) Short answers can be over before the blow falls: then once more."""
 
     async def kill_decode() -> None:
         mesh.kill(await _busiest_decode(mesh.router_addresses), signal.SIGKILL)
