@@ -30,6 +30,7 @@ from kvtransfer.stream import to_its_end
 from pdmesh.engine.errors import DuplicateRequest, EngineStopped, InvalidRequest, RequestTooLarge, UnknownAdapter
 from pdmesh.engine.interface import ExpectedBlocks, KVSharing, ServingEngine
 from pdmesh.engine.request import EngineRequest
+from pdmesh.runtime import failpoints
 from pdmesh.sampling_params import SamplingParams
 from pdmesh.v1 import common_pb2, prefill_pb2, transfer_pb2, worker_pb2, worker_pb2_grpc
 
@@ -286,6 +287,7 @@ class KVPuller:
             identity=self._tools.identity,
         )
         stub = worker_pb2_grpc.WorkerControlStub(self._tools.channel(holder.address))
+        await failpoints.hit_async("pull.ask")
         began = time.monotonic()
         try:
             answer = await stub.SendBlocks(message, timeout=pull.limit_s)

@@ -10,6 +10,7 @@ from kvtransfer.sender.send_queue import FirstTokensDrawn, complete_readiness
 from kvtransfer.sender.sender import Sender
 from pdmesh.engine.errors import EngineStopped
 from pdmesh.engine.interface import KVSharing
+from pdmesh.runtime import failpoints
 from pdmesh.runtime.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted, Unavailable, Unimplemented
 from pdmesh.v1 import common_pb2, worker_pb2
 
@@ -92,6 +93,7 @@ class BlockSender:
         first = reservation.num_cached_tokens // self._layout.block_size
         num_blocks = first + len(blocks)
         feed = complete_readiness(self._identity.num_layers, num_blocks, FirstTokensDrawn(()))
+        await failpoints.hit_async("pull.send")
         # The blocks in front, which the other worker has, are neither read nor sent.
         job = PushJob(reservation, (*[blocks[0]] * first, *blocks), num_blocks * self._layout.block_size, feed)
         result = await self._sender.push(job, timeout_s=MAX_PUSH_S)

@@ -31,6 +31,7 @@ from kvtransfer.tiers.block_file import (
 )
 from kvtransfer.tiers.coding import BlockForm, CannotDecode, is_installed
 from pdmesh.engine.kv_cache.published_blocks import BlockName
+from pdmesh.runtime import failpoints
 
 PARTIAL_S = 600.0
 """A partial file that is older was left by a process that died."""
@@ -173,6 +174,7 @@ class DiskTier(IndexedTier):
         try:
             try:
                 _write_all(file, pieces)
+                failpoints.hit("tier.write")
             finally:
                 os.close(file)
             os.rename(partial, path)

@@ -29,6 +29,7 @@ from pdmesh.engine.errors import DuplicateRequest, InvalidRequest, RequestTooLar
 from pdmesh.engine.interface import KVSharing
 from pdmesh.engine.kv_cache.published_blocks import BlockName, names_of
 from pdmesh.engine.request import EngineRequest
+from pdmesh.runtime import failpoints
 from pdmesh.sampling_params import SamplingParams
 
 PERIOD_S = 0.05
@@ -310,6 +311,7 @@ class KVTiers:
                     break
                 are_whole = await self._tools.blocks.write(block_ids[first : first + len(blocks)], blocks)
                 reads[number].give_back(are_whole)
+                await failpoints.hit_async("tier.restore")
                 num_whole = next((index for index, is_whole in enumerate(are_whole) if not is_whole), len(blocks))
                 first += num_whole
                 await self._tools.sharing.take_in(request_id, first * self._tools.block_size)

@@ -51,6 +51,7 @@ class Campaign:
             tally=tally,
             blocks_leaked=blocks,
             problems=[*self._problems, *unexpected, *problems],
+            kv_counts=dict(await self._mesh.take_kv_counts()),
         )
 
     async def _deal_all(self, planned: Sequence[PlannedFault]) -> None:

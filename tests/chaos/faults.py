@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import resource
 import signal
 from abc import ABC, abstractmethod
@@ -18,7 +19,7 @@ from pathlib import Path
 from tests.chaos.hosts import MemoryGroup
 from tests.chaos.links import Link
 from tests.chaos.mesh import ChaosMesh, Victim
-from tests.chaos.plan import Kind, LinkName, PlannedFault
+from tests.chaos.plan import WORKERS, Kind, LinkName, PlannedFault
 
 DWELL = "delay:150@1"
 _SLOW_DELAY_S = 0.01
@@ -112,8 +113,9 @@ class LinkFault(Fault):
 
     @property
     def link(self) -> Link:
-        """KV goes to decode workers: for a prefill worker, the transfer link is the one in use, if any. A link without a
-        connection cannot be felt; then it is the victim's control link."""
+        """KV goes to decode workers: for a prefill worker, the transfer link is the one in use, if any. In a pull KV goes to the
+        worker that asks, from the one that sends to any other. A link without a connection cannot be felt; then it is the
+        victim's control link."""
         if self._link is None:
             busy = [link for link in self._transfer_links if link.num_connections]
             wants_transfer = self.planned.link is LinkName.TRANSFER
@@ -123,6 +125,10 @@ class LinkFault(Fault):
     @property
     def _transfer_links(self) -> list[Link]:
         owners = [self.victim] if self.victim.role == "decode" else [v for v in self.mesh.victims if v.role == "decode"]
+        if self.planned.state == "pull.ask":
+            owners = [self.victim]
+        elif self.planned.state == "pull.send":
+            owners = [v for v in self.mesh.victims if v.role in WORKERS and v is not self.victim]
         return [owner.links[LinkName.TRANSFER] for owner in owners]
 
 
@@ -338,6 +344,50 @@ class OneWay(Partition):
     ways = 1
 
 
+class KVDiskFull(Fault):
+    async def strike(self) -> bool:
+        return self.mesh.disk_of(self.victim).fill()
+
+    async def mend(self) -> None:
+        self.mesh.disk_of(self.victim).make_room()
+
+
+class KVDiskReadOnly(Fault):
+    _is_struck = False
+
+    async def strike(self) -> bool:
+        self._is_struck = await asyncio.to_thread(self.mesh.disk_of(self.victim).set_read_only)
+        return self._is_struck
+
+    async def mend(self) -> None:
+        if self._is_struck:
+            await asyncio.to_thread(self.mesh.disk_of(self.victim).set_writable)
+
+
+class KVDiskSlow(Fault):
+    async def strike(self) -> bool:
+        self.mesh.disk_of(self.victim).slow(self.planned.amount)
+        return True
+
+    async def mend(self) -> None:
+        self.mesh.disk_of(self.victim).slow(0.0)
+
+
+class KVBits(Fault):
+    async def strike(self) -> bool:
+        return self.mesh.disk_of(self.victim).flip(random.Random(self.planned.pick)) > 0
+
+
+class KVCut(Fault):
+    async def strike(self) -> bool:
+        return self.mesh.disk_of(self.victim).cut(random.Random(self.planned.pick)) > 0
+
+
+class KVRemoved(Fault):
+    async def strike(self) -> bool:
+        return self.mesh.disk_of(self.victim).remove(random.Random(self.planned.pick)) > 0
+
+
 KINDS: dict[Kind, type[Fault]] = {
     Kind.KILL: Kill,
     Kind.STOP: Stop,
@@ -360,6 +410,12 @@ KINDS: dict[Kind, type[Fault]] = {
     Kind.UNPLUGGED: Unplugged,
     Kind.PARTITION: Partition,
     Kind.ONE_WAY: OneWay,
+    Kind.KV_DISK_FULL: KVDiskFull,
+    Kind.KV_DISK_READ_ONLY: KVDiskReadOnly,
+    Kind.KV_DISK_SLOW: KVDiskSlow,
+    Kind.KV_BITS: KVBits,
+    Kind.KV_CUT: KVCut,
+    Kind.KV_REMOVED: KVRemoved,
 }
 ENDS_PROCESS = frozenset({Kind.KILL, Kind.RESTART, Kind.RANK_KILL, Kind.OUT_OF_MEMORY})
 _OF_REDIS = frozenset({Kind.REDIS_STOP, Kind.REDIS_EMPTY, Kind.REDIS_RESTART})

@@ -178,7 +178,8 @@ def _options_of(job: Job) -> dict[str, Any]:
 REQUEST_TIMEOUT_S = 90.0
 LONG_WAIT_S = 0.1
 _LEAVES = 0.05  # share of clients that close their stream in the middle
-_SHARES_CACHE = 0.2  # share of requests that may find their prompt in the caches; all others have a salt of their own
+SHARES_CACHE = 0.2
+"""Share of requests that may find their prompt in the caches; all others have a salt of their own."""
 _MODES = ("remote", "remote", "remote", "", "local")
 _PAUSE_S = 0.02  # between two requests of a client
 
@@ -195,6 +196,7 @@ class Load:
         seed: int,
         num_clients: int,
         choices_handed_over: bool = True,
+        shares_cache: float = SHARES_CACHE,
         tls: TlsConfig | None = None,
     ) -> None:
         self._routers, self._tls = routers, tls
@@ -202,6 +204,7 @@ class Load:
         self._rng = random.Random(seed)
         self._num_clients = num_clients
         self._choices_handed_over = choices_handed_over
+        self._shares_cache = shares_cache
         self._tally = Tally()
 
     def take_tally(self) -> Tally:
@@ -262,7 +265,7 @@ class Load:
 
     def _options(self, job: Job) -> dict[str, Any]:
         sampling, options = job.sampling, _options_of(job)
-        if self._rng.random() >= _SHARES_CACHE:
+        if self._rng.random() >= self._shares_cache:
             options["cache_salt"] = secrets.token_hex(8)
         mode = self._rng.choice(_MODES)
         if mode and (sampling.n == 1 or self._choices_handed_over):

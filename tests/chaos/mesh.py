@@ -11,6 +11,7 @@ import shutil
 import signal
 import struct
 import subprocess
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -28,10 +29,12 @@ from pdmesh.runtime.rpc.tls import TlsConfig
 from pdmesh.v1 import mesh_pb2
 from pdmesh.worker.engines.registry import DEFAULT_ENGINE, start_timeout_s
 from tests.chaos.arming import Arming
+from tests.chaos.disks import Disk, Disks
 from tests.chaos.hosts import Hosts
 from tests.chaos.links import Link, Links
 from tests.chaos.plan import LinkName
 from tests.mesh.checks import Footprint, is_running, unwhole
+from tests.support import kv_counts
 
 # The wall clock of one process, moved while it runs; the machine's own is never touched.
 #
@@ -39,21 +42,21 @@ from tests.mesh.checks import Footprint, is_running, unwhole
 # libfaketime does the same and more, but would have to be installed.
 
 
-_SOURCE = Path(__file__).with_name("clock.c")
+_SOURCE, _DISK_SOURCE = Path(__file__).with_name("clock.c"), Path(__file__).with_name("disk.c")
 _DOUBLE = struct.Struct("d")
 VARIABLE = "PDMESH_CHAOS_CLOCK"
 
 
-def build(folder: Path) -> Path:
+def build(folder: Path, source: Path = _SOURCE) -> Path:
     """The shared library to preload, in `folder`. Raises RuntimeError when there is no compiler, or it fails."""
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         raise RuntimeError("clock jumps need a C compiler: install one, or leave them out with --kinds")
-    library = folder / "clock.so"
-    command = [compiler, "-O2", "-shared", "-fPIC", "-o", str(library), str(_SOURCE), "-ldl", "-lm"]
+    library = folder / source.with_suffix(".so").name
+    command = [compiler, "-O2", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl", "-lm"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
-        raise RuntimeError(f"{_SOURCE.name} does not compile:\n{result.stderr}")
+        raise RuntimeError(f"{source.name} does not compile:\n{result.stderr}")
     return library
 
 
@@ -133,6 +136,8 @@ _STATUS_TIMEOUT_S = 10.0
 _SERVING_TIMEOUT_S = 60.0
 # What each takes KV over: best first is what all of one host would use. Shared memory full, its worker goes on over tcp.
 _DECODE_TRANSPORTS = {"decode-0": "shm,tcp", "decode-1": "tcp", "decode-2": "grpc"}
+# The same, where prefill workers fetch KV from tiers and peers: over links, but for one.
+_PREFILL_TRANSPORTS = {"prefill-0": "tcp", "prefill-1": "grpc"}
 
 
 @dataclass(frozen=True)
@@ -147,6 +152,9 @@ class MeshSize:
     engine_flags: tuple[str, ...] = ()
     num_routers: int = 2
     is_encrypted: bool = False
+    kv_disk_mb: int = 0  # of the disk of each worker's tier; 0: there are no tiers
+    kv_host_gb: float = 0.0  # of the first worker of each role, beside the disk
+    has_mounts: bool = False  # disks are file systems, and in a namespace of ours (disks.py); else folders without a bound
     has_hosts: bool = False  # each process has one of its own, in place of links; in a namespace of ours (hosts.py)
 
 
@@ -192,6 +200,11 @@ class ChaosMesh:
         self._footprint: Footprint | None = None
         self._clients: dict[str, AsyncClient] = {}  # one for each router, by its name
         self._hosts = Hosts(everybody) if size.has_hosts else None
+        self._disks: Disks | None = None
+        if size.kv_disk_mb:
+            disk_library, num_bytes = build(folder, _DISK_SOURCE), size.kv_disk_mb << 20
+            self._disks = Disks(folder / "kv", self._names, disk_library, num_bytes=num_bytes, are_mounted=size.has_mounts)
+        self._kv_counts: dict[tuple[str, int], Counter[str]] = {}
         self.mesh: LocalMesh | None = None
 
     @property
@@ -210,6 +223,12 @@ class ChaosMesh:
         if self._hosts is None:
             raise RuntimeError("this mesh has no hosts")
         return self._hosts
+
+    def disk_of(self, victim: Victim) -> Disk:
+        """The disk of a worker's tier. Raises RuntimeError where there are no tiers."""
+        if self._disks is None:
+            raise RuntimeError("these workers have no tiers")
+        return self._disks.of(victim.name)
 
     @property
     def shm_victim(self) -> Victim:
@@ -255,6 +274,7 @@ class ChaosMesh:
             port=0,
             redis=redis,
             num_threads=1,
+            metrics_port=0 if self._disks is not None else None,
             restart=False,
             log_dir=str(self._folder / "logs"),
             worker_args=("--kv-memory-mb", str(self._size.kv_memory_mb), *self._size.engine_flags),
@@ -274,6 +294,8 @@ class ChaosMesh:
         if self.mesh is not None:
             self._may_die.update(self._armings)
             await self.mesh.stop()
+        if self._disks is not None:
+            self._disks.close()
         await self._links.close()
         if self._hosts is not None:
             await self._hosts.close()
@@ -281,14 +303,23 @@ class ChaosMesh:
 
     def left_behind(self) -> list[str]:
         """After `stop`: what of the mesh is still on this machine, in words."""
+        left = self._disks.left_behind() if self._disks is not None else []
         if self._footprint is None:
-            return []
+            return left
         try:
             self._footprint.assert_gone()
         except AssertionError:
             pids = [name for name, pid in self._footprint.pids.items() if is_running(pid)]
-            return [f"processes {pids}, or sockets or segments of the mesh, are left"]
-        return []
+            left.append(f"processes {pids}, or sockets or segments of the mesh, are left")
+        return left
+
+    async def take_kv_counts(self) -> Counter[str]:
+        """What workers restored and fetched since the last call, less what those counted that have ended; nothing without
+        tiers."""
+        if self._disks is None:
+            return Counter()
+        before, self._kv_counts = self._kv_counts, await kv_counts.read_counts(self._running.workers)
+        return kv_counts.since(before, self._kv_counts)
 
     async def kill(self, victim: Victim) -> None:
         """SIGKILL."""
@@ -392,6 +423,12 @@ class ChaosMesh:
             return replace(plan, env=env)
         transports = _DECODE_TRANSPORTS.get(plan.name, "shm,tcp,grpc")
         argv = (*plan.argv, *self._links.flags(plan.name), "--transports", transports)
+        if self._disks is not None:
+            disk = self._disks.of(plan.name)
+            argv = (*argv, "--transports", _PREFILL_TRANSPORTS.get(plan.name, transports), "--kv-disk", str(disk.folder))
+            if plan.name.endswith("-0") and self._size.kv_host_gb:
+                argv = (*argv, "--kv-host-gb", str(self._size.kv_host_gb))
+            env = {**env, **disk.environment, "LD_PRELOAD": f"{env['LD_PRELOAD']}:{disk.library}"}
         return replace(plan, argv=argv, env=env)
 
     def _on_event(self, event: str) -> None:

@@ -21,6 +21,8 @@ PREFILL_STATES = (
     "push.committed",
 )
 DECODE_STATES = ("decode.reserved", "decode.receiving", "decode.committed", "decode.running")
+TIER_STATES = ("tier.write", "tier.restore", "pull.ask", "pull.send")
+"""Those of workers with tiers, and of the two ends of a pull; workers of either role pass through them."""
 ANY_OF_ROUTER = "any moment of a router"
 ROUTER_STATES = (ANY_OF_ROUTER, "router.route", "router.admission")
 STATES = (ANY_MOMENT, *PREFILL_STATES, *DECODE_STATES)
@@ -54,12 +56,30 @@ class Kind(StrEnum):
     UNPLUGGED = "host unplugged"  # nothing reaches a host, and nothing leaves it
     PARTITION = "partition"  # two hosts do not reach each other, and all others do
     ONE_WAY = "partition one way"  # what one host sends to another does not arrive, what it gets does
+    KV_DISK_FULL = "KV disk full"  # the file system of a worker's tier has no room
+    KV_DISK_READ_ONLY = "KV disk read-only"  # it is mounted anew
+    KV_DISK_SLOW = "KV disk slow"  # each file takes up to seconds
+    KV_BITS = "KV bits flipped"  # in files of blocks
+    KV_CUT = "KV files cut"  # to any length, as a half-written one has
+    KV_REMOVED = "KV files removed"
 
 
 LIMIT_KINDS = (Kind.DISK_FULL, Kind.OUT_OF_MEMORY)
 NETWORK_KINDS = (Kind.UNPLUGGED, Kind.PARTITION, Kind.ONE_WAY)
 """Between hosts: each process has a network namespace of its own."""
-BASE_KINDS = tuple(kind for kind in Kind if kind not in (*LIMIT_KINDS, *NETWORK_KINDS, Kind.RANK_KILL, Kind.LOG_STANDS))
+DISK_KINDS = (
+    Kind.KV_DISK_FULL,
+    Kind.KV_DISK_READ_ONLY,
+    Kind.KV_DISK_SLOW,
+    Kind.KV_BITS,
+    Kind.KV_CUT,
+    Kind.KV_REMOVED,
+)
+"""What happens to the disk of a worker's tier."""
+TIER_KINDS = (Kind.KILL, Kind.STOP, Kind.RESTART, Kind.RESET, Kind.BLACK_HOLE, Kind.DROP, Kind.SLOW, *DISK_KINDS)
+"""What workers with tiers are struck with, at TIER_STATES."""
+_NOT_BASE = (*LIMIT_KINDS, *NETWORK_KINDS, *DISK_KINDS, Kind.RANK_KILL, Kind.LOG_STANDS)
+BASE_KINDS = tuple(kind for kind in Kind if kind not in _NOT_BASE)
 ROUTER_KINDS = (Kind.KILL, Kind.STOP, Kind.RESTART, Kind.SLOW_PROCESS, Kind.CLOCK, Kind.LOG_STANDS, *LIMIT_KINDS, *NETWORK_KINDS)
 """What routers are struck with; workers with every kind."""
 
@@ -74,7 +94,8 @@ class LinkName(StrEnum):
 @dataclass(frozen=True)
 class PlannedFault:
     """One fault. `role`: whom it strikes, by chance among those of the role (`pick` in [0, 1) decides). `hold_s`: seconds from
-    the blow until it is mended. `amount`: seconds of a clock's jump, or bytes per second of a slow link."""
+    the blow until it is mended. `amount`: seconds of a clock's jump, bytes per second of a slow link, or seconds that a slow disk
+    takes for a file."""
 
     number: int
     kind: Kind
@@ -111,9 +132,16 @@ _HOLDS_S: dict[Kind, tuple[float, ...]] = {
     Kind.UNPLUGGED: (0.1, 0.3, 0.7, 1.2, 2.2, 3.2, 5.5),
     Kind.PARTITION: (0.3, 0.7, 1.2, 2.2, 3.2, 5.5),
     Kind.ONE_WAY: (0.3, 0.7, 1.2, 2.2, 3.2, 5.5),
+    Kind.KV_DISK_FULL: (0.3, 1.0, 2.0),
+    Kind.KV_DISK_READ_ONLY: (0.3, 1.0, 2.0),
+    Kind.KV_DISK_SLOW: (0.5, 1.5, 3.0),
+    Kind.KV_BITS: (0.1, 0.5),
+    Kind.KV_CUT: (0.1, 0.5),
+    Kind.KV_REMOVED: (0.1, 0.5),
 }
 _JUMPS_S = (-30 * 86_400.0, -3600.0, -5.0, -1.0, 1.0, 5.0, 3600.0, 30 * 86_400.0)
 _BYTES_PER_S = (32e3, 128e3, 512e3)
+_AMOUNTS: dict[Kind, tuple[float, ...]] = {Kind.CLOCK: _JUMPS_S, Kind.KV_DISK_SLOW: (0.01, 0.1, 0.7)}
 
 
 def role_of(state: str) -> str | None:
@@ -134,16 +162,18 @@ def states_of(kind: Kind) -> tuple[str, ...]:
     return (*STATES, *(ROUTER_STATES if kind in ROUTER_KINDS else ()))
 
 
-def cells(kinds: Sequence[Kind]) -> list[tuple[Kind, str]]:
-    """What there is to deal: kinds at states."""
+def cells(kinds: Sequence[Kind], states: Sequence[str] = ()) -> list[tuple[Kind, str]]:
+    """What there is to deal: kinds at `states`, or each kind at its own."""
+    if states:
+        return [(kind, state) for kind in kinds for state in states]
     of_workers = [(kind, state) for kind in kinds for state in states_of(kind) if state not in ROUTER_STATES]
     return of_workers + [(kind, state) for kind in kinds for state in states_of(kind) if state in ROUTER_STATES]
 
 
-def make_plan(seed: int, num_faults: int, kinds: Sequence[Kind] = BASE_KINDS) -> list[PlannedFault]:
-    """`num_faults` faults, numbered from 0; the same arguments give the same list."""
+def make_plan(seed: int, num_faults: int, kinds: Sequence[Kind] = BASE_KINDS, states: Sequence[str] = ()) -> list[PlannedFault]:
+    """`num_faults` faults, numbered from 0; the same arguments give the same list. `states`: as in `cells`."""
     rng = random.Random(seed)
-    all_cells = cells(kinds)
+    all_cells = cells(kinds, states)
     faults: list[PlannedFault] = []
     while len(faults) < num_faults and all_cells:
         for kind, state in rng.sample(all_cells, len(all_cells)):
@@ -160,5 +190,5 @@ def _fault(rng: random.Random, number: int, kind: Kind, state: str) -> PlannedFa
         pick=rng.random(),
         hold_s=rng.choice(_HOLDS_S.get(kind, (0.0,))),
         link=rng.choice(tuple(LinkName)),
-        amount=rng.choice(_JUMPS_S if kind is Kind.CLOCK else _BYTES_PER_S),
+        amount=rng.choice(_AMOUNTS.get(kind, _BYTES_PER_S)),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self
@@ -153,7 +153,8 @@ class Dealt:
 @dataclass(frozen=True)
 class Round:
     """A batch of faults, from a mesh at rest to a mesh at rest. `not_dealt`: numbers of faults whose state was not reached.
-    `problems`: in words, whatever must not be; `blocks_leaked`: held when nobody asked any more."""
+    `problems`: in words, whatever must not be; `blocks_leaked`: held when nobody asked any more; `kv_counts`: what workers
+    restored and fetched, where they have tiers."""
 
     campaign: str
     number: int
@@ -163,6 +164,7 @@ class Round:
     tally: Tally
     blocks_leaked: int = 0
     problems: Sequence[str] = field(default_factory=list)
+    kv_counts: Mapping[str, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         # By hand: `asdict` cannot copy the tally's Counter.

@@ -10,14 +10,18 @@ from typing import Any
 
 from benchmarks.harness import Figure
 from tests.chaos import plan
-from tests.chaos.plan import BASE_KINDS, LIMIT_KINDS, NETWORK_KINDS, STATES, Kind
+from tests.chaos.plan import ANY_MOMENT, BASE_KINDS, DISK_KINDS, LIMIT_KINDS, NETWORK_KINDS, STATES, TIER_STATES, Kind
 from tests.chaos.record import Dealt, Round, Tally
+from tests.support import kv_counts
 
 REAL_MODEL = "smollm2"
 BUSY = "busy"
 """Ends the names of campaigns on a machine that computes something else as well."""
 BUSY_FACTOR = 3
 MAX_SERVING_S = 1.0
+MIN_TIER_FAULTS = 500
+TIERS = "tiny, tiers"
+"""The campaign of workers with tiers."""
 _OF_THEIR_OWN = (*LIMIT_KINDS, *NETWORK_KINDS, Kind.RANK_KILL, Kind.LOG_STANDS)
 """Kinds with campaigns of their own."""
 _OF_REDIS = (Kind.REDIS_STOP, Kind.REDIS_EMPTY, Kind.REDIS_RESTART)
@@ -67,6 +71,7 @@ def figures(rounds: Sequence[Round], kinds: Sequence[Kind] = BASE_KINDS, goals: 
         ("faults of the kind and state that have fewest", _fewest(by_cell, kinds), "faults", goals.of_cell),
         ("faults on SmolLM2", on_real, "faults", goals.on_real_model),
         *((f"faults: {kind}", by_kind[kind], "faults", goals.of_kind) for kind in _OF_THEIR_OWN if goals is OWN_GOALS),
+        *(_of_tiers(rounds) if goals is OWN_GOALS else ()),
     ]
     zeros = [
         ("wrong tokens", seen.num_wrong, "tokens"),
@@ -91,6 +96,20 @@ def failures(rounds: Sequence[Round]) -> list[str]:
     counts = {"wrong": seen.num_wrong, "lost": seen.num_lost, "duplicated": seen.num_duplicated}
     tokens = [f"{count} {name} tokens" for name, count in counts.items() if count]
     return [*tokens, *seen.errors, *(problem for each in rounds for problem in each.problems)]
+
+
+def _of_tiers(rounds: Sequence[Round]) -> list[tuple[str, int, str, int]]:
+    """What there was for those faults to strike: counts, as in `figures`."""
+    of_tiers = [each for each in rounds if each.campaign == TIERS]
+    moved = Counter[str]()
+    for each in of_tiers:
+        moved.update(each.kv_counts)
+    return [
+        ("faults on workers with tiers", sum(len(each.dealt) for each in of_tiers), "faults", MIN_TIER_FAULTS),
+        ("prompt tokens that they restored meanwhile", moved[kv_counts.RESTORED], "tokens", 1),
+        ("prompt tokens that they fetched meanwhile", moved[kv_counts.FETCHED], "tokens", 1),
+        ("damaged blocks that they refused meanwhile", moved[kv_counts.CORRUPT], "blocks", 1),
+    ]
 
 
 def tables(rounds: Sequence[Round]) -> dict[str, Any]:
@@ -130,7 +149,9 @@ def _fewest(by_cell: Counter[tuple[str, str]], kinds: Sequence[Kind]) -> int:
 
 def _by_state(by_cell: Counter[tuple[str, str]], kind: str) -> dict[str, int]:
     """Faults of a kind by state; of routers' states those that it has."""
-    states = [state for state in plan.states_of(Kind(kind)) if state in STATES or by_cell[kind, state]]
+    own = [state for state in plan.states_of(Kind(kind)) if kind not in DISK_KINDS]
+    states = [state for state in own if state in STATES or by_cell[kind, state]]
+    states += [state for state in (ANY_MOMENT, *TIER_STATES) if state not in states and by_cell[kind, state]]
     return {state: by_cell[kind, state] for state in states}
 
 

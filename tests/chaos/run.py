@@ -1,6 +1,7 @@
 """`make chaos`: thousands of faults in meshes of a tiny model, the second one encrypted, some hundreds in one of SmolLM2, in one
-where each process has a host of its own, in one whose logs stand still, in one whose prefill workers fetch KV, and in one of
-pairs that speculate and answer with grammars and tools; goes on where it was stopped.
+where each process has a host of its own, in one whose logs stand still, in one whose prefill workers fetch KV, in one whose
+workers keep KV on disks that fail, and in one of pairs that speculate and answer with grammars and tools; goes on where it was
+stopped.
 
     python -m tests.chaos --seconds 600 --kinds kill,stop --seed 7
     python -m tests.chaos --engine vllm
@@ -33,10 +34,22 @@ from pdmesh.models.registry import ensure_model
 from pdmesh.worker.engines.registry import DEFAULT_ENGINE
 from tests.chaos import report
 from tests.chaos.campaign import Campaign
+from tests.chaos.disks import can_have_mounts
+from tests.chaos.disks import in_namespace as in_mount_namespace
 from tests.chaos.hosts import MemoryGroup, can_have_namespaces, in_namespace
-from tests.chaos.load import Load, Sizes, guided_jobs, make_jobs
+from tests.chaos.load import SHARES_CACHE, Load, Sizes, guided_jobs, make_jobs
 from tests.chaos.mesh import ChaosMesh, MeshSize
-from tests.chaos.plan import BASE_KINDS, LIMIT_KINDS, NETWORK_KINDS, Kind, PlannedFault, make_plan
+from tests.chaos.plan import (
+    ANY_MOMENT,
+    BASE_KINDS,
+    LIMIT_KINDS,
+    NETWORK_KINDS,
+    TIER_KINDS,
+    TIER_STATES,
+    Kind,
+    PlannedFault,
+    make_plan,
+)
 from tests.chaos.record import Progress, Round, Tally
 from tests.support.tiny_models import make_tiny_model
 
@@ -47,8 +60,13 @@ PULL_FAULTS = 550
 LOG_FAULTS = 220  # half of them of logs that stand still
 PAIR_FAULTS = 200  # 100 of ranks, the others of what strikes any worker
 HOST_FAULTS = 324  # 54 of each kind, of workers and of routers
-HOSTS_VARIABLE = "PDMESH_CHAOS_HOSTS"
-"""Set in the process that is in a namespace of its own: it runs the stage of hosts alone."""
+TIER_FAULTS = 650  # 10 of each kind at each state
+APART_VARIABLE = "PDMESH_CHAOS_APART"
+"""Set in a process that is in a namespace of its own, to the stage that it runs alone: HOSTS or TIERS."""
+HOSTS, TIERS = "hosts", "tiers"
+TIER_FLAGS = ("--kv-pull", "always", "--kv-restore", "always", "--kv-disk-gb", "0.003")
+TIER_DISK_MB, TIER_HOST_GB = 8, 0.0016
+"""A tiny model's block has 4 KiB: a pool of 256 blocks, 400 in host memory, 700 on a disk with room for 1000."""
 ROUND_FAULTS = 55
 NUM_JOBS = 64
 FLOAT32_FLAGS = ("--backend", "torch", "--dtype", "float32", "--quantization", "none")
@@ -70,6 +88,7 @@ class Stage:
     choices_handed_over: bool = True
     num_busy_loops: int = 0  # processes beside the mesh that compute all the time
     num_guided: int = 0  # of the load's requests: with a grammar, or a tool
+    shares_cache: float = SHARES_CACHE
 
     @property
     def rounds(self) -> list[Sequence[PlannedFault]]:
@@ -130,6 +149,19 @@ def hosts_stage(model: Path, seed: int) -> Stage:
     """Each process in a network namespace of its own, whose packets are lost."""
     stage = tiny_stage(model, make_plan(seed, HOST_FAULTS, NETWORK_KINDS))
     return replace(stage, name="tiny, hosts", size=replace(stage.size, has_hosts=True))
+
+
+def tiers_stage(model: Path, seed: int) -> Stage:
+    """Workers with small pools, and tiers beneath them, that restore and fetch whatever they can. Where nothing can be mounted,
+    disks are never full or read-only."""
+    has_mounts = can_have_mounts()
+    unbounded = () if has_mounts else (Kind.KV_DISK_FULL, Kind.KV_DISK_READ_ONLY)
+    kinds = [kind for kind in TIER_KINDS if kind not in unbounded]
+    stage = tiny_stage(model, make_plan(seed, TIER_FAULTS, kinds, (ANY_MOMENT, *TIER_STATES)))
+    size = replace(stage.size, kv_memory_mb=1, engine_flags=TIER_FLAGS)
+    size = replace(size, kv_disk_mb=TIER_DISK_MB, has_mounts=has_mounts, kv_host_gb=TIER_HOST_GB)
+    sizes = replace(stage.sizes, prompt=(100, 450))
+    return replace(stage, name=report.TIERS, size=size, sizes=sizes, shares_cache=0.8)
 
 
 def busy(stage: Stage) -> Stage:
@@ -211,6 +243,7 @@ async def run_stage(stage: Stage, progress: Progress, *, seed: int, until: float
             seed=seed + missing[0],
             num_clients=stage.num_clients,
             choices_handed_over=stage.choices_handed_over,
+            shares_cache=stage.shares_cache,
             tls=mesh.tls,
         )
         campaign = Campaign(stage.name, mesh, load, one_at_a_time=stage.one_at_a_time)
@@ -238,7 +271,8 @@ def _line(done: Round, num_rounds: int) -> str:
     rate = 60 * len(done.dealt) / done.elapsed_s
     wrong = "; ".join(report.failures([done])[:3]) or "nothing wrong"
     dealt = f"{len(done.dealt)} faults in {done.elapsed_s:.0f} s ({rate:.0f} a minute), {len(done.not_dealt)} not dealt"
-    return f"{done.campaign} {done.number + 1}/{num_rounds}: {dealt}, {done.tally.num_requests} requests; {wrong}"
+    moved = f", {dict(done.kv_counts)}" if done.kv_counts else ""
+    return f"{done.campaign} {done.number + 1}/{num_rounds}: {dealt}, {done.tally.num_requests} requests{moved}; {wrong}"
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -284,14 +318,18 @@ async def _run(arguments: argparse.Namespace, kinds: Sequence[Kind], progress: P
             await run_stage(stage, progress, seed=arguments.seed, until=until)
 
 
-def _on_hosts(arguments: argparse.Namespace, progress: Progress) -> int:
-    """Run the stage of hosts, in a namespace of its own, and take in its rounds. Returns the exit code, 0 where there can be no
-    namespaces."""
-    if not can_have_namespaces():
-        say("no hosts: this machine has no network namespaces for us, or no `ip`, `unshare`, `nsenter` and `setpriv`")
-        return 0
+def _run_apart(name: str, arguments: argparse.Namespace, progress: Progress) -> int:
+    """Run the stage of hosts, or of tiers, in a namespace of its own, and take in its rounds. Returns the exit code, 0 where
+    there can be no namespaces of networks; tiers do without."""
     argv = [sys.executable, "-m", "tests.chaos", "--seed", str(arguments.seed), "--seconds", str(arguments.seconds)]
-    with subprocess.Popen(in_namespace(argv), env={**os.environ, HOSTS_VARIABLE: "1"}) as process:
+    if name == HOSTS:
+        if not can_have_namespaces():
+            say("no hosts: this machine has no network namespaces for us, or no `ip`, `unshare`, `nsenter` and `setpriv`")
+            return 0
+        argv = in_namespace(argv)
+    elif can_have_mounts():
+        argv = in_mount_namespace(argv)
+    with subprocess.Popen(argv, env={**os.environ, APART_VARIABLE: name}) as process:
         try:
             code = process.wait()
         except KeyboardInterrupt:  # the terminal has told it as well
@@ -300,12 +338,12 @@ def _on_hosts(arguments: argparse.Namespace, progress: Progress) -> int:
     return code
 
 
-def _run_hosts(arguments: argparse.Namespace, progress: Progress) -> int:
-    """Run the stage of hosts in this process, which is in a namespace of its own. Returns the exit code."""
-    tiny = make_tiny_model(cache_folder() / "chaos" / CAMPAIGNS[DEFAULT_ENGINE].tiny_model)
-    stage, until = hosts_stage(tiny, arguments.seed + 4), time.monotonic() + arguments.seconds
+def _run_one(name: str, arguments: argparse.Namespace, progress: Progress) -> int:
+    """Run the stage of hosts, or of tiers, in this process, which is in a namespace of its own. Returns the exit code."""
+    tiny, seed = make_tiny_model(cache_folder() / "chaos" / CAMPAIGNS[DEFAULT_ENGINE].tiny_model), arguments.seed
+    stage = hosts_stage(tiny, seed + 4) if name == HOSTS else tiers_stage(tiny, seed + 7)
     try:
-        asyncio.run(run_stage(stage, progress, seed=arguments.seed, until=until))
+        asyncio.run(run_stage(stage, progress, seed=seed, until=time.monotonic() + arguments.seconds))
     except KeyboardInterrupt:
         return 1
     return 1 if report.failures([each for each in progress.rounds if each.campaign == stage.name]) else 0
@@ -318,15 +356,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     kinds = [Kind(name.strip()) for name in arguments.kinds.split(",")] if arguments.kinds else list(BASE_KINDS)
     name = f"{arguments.seed}-{arguments.faults}-{arguments.real_faults}-{'-'.join(kind.name.lower() for kind in kinds)}"
     progress = Progress(f"{numbers.prefix}{name}"[:120], fresh=arguments.fresh)
-    if os.environ.get(HOSTS_VARIABLE):
-        return _run_hosts(arguments, progress)
+    if apart := os.environ.get(APART_VARIABLE):
+        return _run_one(apart, arguments, progress)
     code = 0
     try:
         began = time.monotonic()
         asyncio.run(_run(arguments, kinds, progress))
         if _is_whole(arguments) and arguments.engine == DEFAULT_ENGINE:
-            arguments.seconds -= time.monotonic() - began
-            code = _on_hosts(arguments, progress)
+            for name in (HOSTS, TIERS):
+                arguments.seconds -= time.monotonic() - began
+                began = time.monotonic()
+                code |= _run_apart(name, arguments, progress)
     except KeyboardInterrupt:
         say(f"stopped; the same command goes on from {progress.path}")
     for line in report.lines(progress.rounds):

@@ -5,18 +5,30 @@ from collections import Counter
 from tests.chaos.plan import (
     ANY_MOMENT,
     BASE_KINDS,
+    DISK_KINDS,
     LIMIT_KINDS,
     MOMENTS,
     NETWORK_KINDS,
     ROLES,
     ROUTER_KINDS,
+    TIER_KINDS,
+    TIER_STATES,
     Kind,
     cells,
     make_plan,
     role_of,
 )
-from tests.chaos.report import OWN_GOALS, VLLM_GOALS
-from tests.chaos.run import HOST_FAULTS, LIMIT_FAULTS, PAIR_FAULTS, REAL_FAULTS, TINY_FAULTS, VLLM_REAL_FAULTS, VLLM_TINY_FAULTS
+from tests.chaos.report import MIN_TIER_FAULTS, OWN_GOALS, VLLM_GOALS
+from tests.chaos.run import (
+    HOST_FAULTS,
+    LIMIT_FAULTS,
+    PAIR_FAULTS,
+    REAL_FAULTS,
+    TIER_FAULTS,
+    TINY_FAULTS,
+    VLLM_REAL_FAULTS,
+    VLLM_TINY_FAULTS,
+)
 
 
 def test_the_same_seed_gives_the_same_plan() -> None:
@@ -73,4 +85,11 @@ def test_what_a_mesh_on_one_host_cannot_be_struck_with_has_plans_of_its_own() ->
     assert set(cells(LIMIT_KINDS)) == {(fault.kind, fault.state) for fault in limits}
     assert {fault.role for fault in limits} == set(ROLES)
     assert cells((Kind.RANK_KILL,)) == [(Kind.RANK_KILL, ANY_MOMENT)] and PAIR_FAULTS >= 200
-    assert set(Kind) == {*BASE_KINDS, *LIMIT_KINDS, *NETWORK_KINDS, Kind.RANK_KILL, Kind.LOG_STANDS}
+    assert set(Kind) == {*BASE_KINDS, *LIMIT_KINDS, *NETWORK_KINDS, *DISK_KINDS, Kind.RANK_KILL, Kind.LOG_STANDS}
+
+
+def test_workers_with_tiers_are_struck_at_states_of_their_own() -> None:
+    states = (ANY_MOMENT, *TIER_STATES)
+    dealt = Counter((fault.kind, fault.state) for fault in make_plan(1, TIER_FAULTS, TIER_KINDS, states))
+    assert set(dealt) == {(kind, state) for kind in TIER_KINDS for state in states} and min(dealt.values()) >= 9
+    assert TIER_FAULTS >= MIN_TIER_FAULTS and set(DISK_KINDS) < set(TIER_KINDS)
