@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -348,6 +349,8 @@ class DecodeRequest:
     handoff: Handoff = Handoff()
     engine_entered_ns: int = 0  # LOCAL: when the engine got the prompt
     brought: Brought = NOTHING  # LOCAL: what came into the prefix cache before
+    bringing: asyncio.Future[Brought] | None = None  # LOCAL: while that comes
+    is_cancelled: bool = False  # while it came
     started: RequestStarted | None = None
     first_token_ns: int = 0
     span: DecodeSpan | None = None

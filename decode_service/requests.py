@@ -27,7 +27,7 @@ from decode_service.ports import ReservationSettings, in_own_task, start
 from decode_service.request import CommittedTokens, DecodeRequest, DecodeSpans, Handoff, Submission, failed_event, monotonic_ns
 from decode_service.token_stream import TokenStream, TokenStreams
 from decode_service.validation import OUTPUT_GONE, no_room, refusal_of, released_by_worker
-from kvtransfer.kv_sources import KVSources
+from kvtransfer.kv_sources import Brought, KVSources
 from kvtransfer.manifest import new_token
 from kvtransfer.reservation import (
     Cancelled,
@@ -298,12 +298,25 @@ class Reservations:
         if record.submission.mode is not Mode.LOCAL:
             return await self._engine.reserve(record.named_request)
         if self._sources is not None:
-            record.brought = await self._sources.bring(record.named_request, record.submission.holder)
+            record.brought = await self._brought(record, self._sources)
         granted = await self._engine.reserve_local(record.named_request)
         if granted is None:
             return None
         blocks, record.engine_entered_ns = granted
         return blocks
+
+    async def _brought(self, record: DecodeRequest, sources: KVSources) -> Brought:
+        """Bring KV for a request, unless it is cancelled meanwhile: Cancel does not wait for a disk or for another worker. Raises
+        Cancelled."""
+        record.bringing = bringing = asyncio.ensure_future(sources.bring(record.named_request, record.submission.holder))
+        try:
+            return await bringing
+        except asyncio.CancelledError:
+            if record.is_cancelled:
+                raise MeshCancelled("it was cancelled while KV came for it") from None
+            raise
+        finally:
+            record.bringing = None
 
     async def _restated(self, record: DecodeRequest) -> ReservedBlocks | None:
         if record.submission.mode is not Mode.LOCAL:
@@ -333,6 +346,10 @@ class Reservations:
         await hit_async("decode.running")
 
     async def _cancel(self, request_id: str, reason: str) -> bool:
+        coming = self._by_request.get(request_id)
+        if coming is not None and coming.bringing is not None:
+            coming.is_cancelled = True
+            coming.bringing.cancel()
         async with self._locks(request_id):
             record = self._by_request.get(request_id)
             if record is None:

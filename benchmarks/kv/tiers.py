@@ -26,7 +26,7 @@ from kvtransfer.tiers.disk import DiskTier
 from kvtransfer.tiers.host import HostTier
 from kvtransfer.tiers.pool_blocks import ViewedBlocks
 from kvtransfer.tiers.threads import TierThreads
-from kvtransfer.tiers.tiers import BATCH_BYTES, READ_AHEAD, KVTiers, TierTools
+from kvtransfer.tiers.tiers import BATCH_BYTES, KVTiers, TierTools
 from pdmesh.engine.interface import ExpectedBlocks, KVSharing, ReservedBlocks
 from pdmesh.engine.kv_cache.block_pool import num_blocks_for
 from pdmesh.engine.kv_cache.published_blocks import BlockName, names_of
@@ -86,14 +86,12 @@ def tiers_of(tier: Tier, blocks: ViewedBlocks, copying: TierThreads, names: Sequ
         release=release,
         blocks=blocks,
         copying=copying,
-        reading=TierThreads(READ_AHEAD, name="read", is_behind=False),
-        asking=TierThreads(1, name="ask", is_behind=False),
-        writing=TierThreads(1, name="write", is_behind=True),
         block_size=BLOCK_SIZE,
         compute_s=lambda first, last: None,
         restores="always",
     )
-    kv_tiers = KVTiers((tier,), tools)
+    kv_tiers = KVTiers(tools)
+    kv_tiers.use((tier,))
     try:
         yield kv_tiers
     finally:
@@ -127,7 +125,7 @@ def rate(num_bytes: int, work: Callable[[], object]) -> float:
 async def restored(kv_tiers: KVTiers, num_bytes: int) -> float:
     request = EngineRequest("r", tuple(range(1, NUM_BLOCKS * BLOCK_SIZE + 2)), SamplingParams(max_tokens=1))
     began = time.perf_counter()
-    if await kv_tiers.restore(request) != NUM_BLOCKS * BLOCK_SIZE:
+    if (await kv_tiers.restore(request)).num_tokens != NUM_BLOCKS * BLOCK_SIZE:
         raise AssertionError("not all blocks came back")
     return num_bytes / (time.perf_counter() - began) / 1e9
 

@@ -80,6 +80,12 @@ class Tier(Protocol):
     def give_back(self, name: BlockName, *, is_damaged: bool) -> None:
         """End the loan of a block; a damaged one is forgotten and counted."""
 
+    def forget(self, names: Iterable[BlockName]) -> None:
+        """Give up blocks whose content turned out to be useless."""
+
+    def refresh(self) -> None:
+        """Look what others have done to what is shared with them."""
+
     def take_changes(self) -> list[BlockName]:
         """Return the blocks that came or went since the last call."""
 
@@ -139,11 +145,28 @@ class IndexedTier(ABC):
     def lend_batch(self, names: Sequence[BlockName]) -> list[BlockBytes]:
         blocks: list[BlockBytes] = []
         for name in names:
-            block = self.lend(name)
+            try:
+                block = self.lend(name)
+            except BaseException:
+                for lent, _ in zip(names, blocks, strict=False):
+                    self.give_back(lent, is_damaged=False)
+                raise
             if block is None:
                 break
             blocks.append(block)
         return blocks
+
+    def forget(self, names: Iterable[BlockName]) -> None:
+        for name in names:
+            if self.lend(name) is not None:
+                self.give_back(name, is_damaged=True)
+
+    def refresh(self) -> None:  # noqa: B027  what a tier of its own memory has to do: nothing
+        """Do nothing: nobody shares it."""
+
+    @abstractmethod
+    def give_back(self, name: BlockName, *, is_damaged: bool) -> None:
+        """End a loan."""
 
     @abstractmethod
     def write(self, name: BlockName, block: BlockBytes, keep_s: float) -> None:

@@ -26,7 +26,10 @@ def open_tiers(
     tiers: list[Tier] = []
     form = _form(config, identity, layout, block_bytes)
     if config.kv_host_gb:
-        tiers.append(HostTier(round(config.kv_host_gb * GB), block_bytes))
+        try:
+            tiers.append(HostTier(round(config.kv_host_gb * GB), block_bytes))
+        except (OSError, OverflowError) as error:
+            raise ValueError(f"kv_host_gb: {config.kv_host_gb} GB of memory cannot be had: {error}") from error
     if config.kv_disk:
         try:
             folder = Path(config.kv_disk)

@@ -12,11 +12,10 @@ the request: what has not come is computed.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -25,20 +24,18 @@ from kvtransfer.tiers.base import BlockBytes, Tier
 from kvtransfer.tiers.pool_blocks import PoolBlocks
 from kvtransfer.tiers.rate import ASK_S, FIXED_S, FORCED_LIMIT_S, PATIENCE, ReadRate, is_worth, limit_s
 from kvtransfer.tiers.threads import TierThreads
-from pdmesh.engine.errors import DuplicateRequest, InvalidRequest, RequestTooLarge, UnknownAdapter
+from kvtransfer.tiers.write_behind import WriteBehind
+from pdmesh.engine.errors import DuplicateRequest, EngineStopped, InvalidRequest, RequestTooLarge, UnknownAdapter
 from pdmesh.engine.interface import KVSharing
 from pdmesh.engine.kv_cache.published_blocks import BlockName, names_of
 from pdmesh.engine.request import EngineRequest
 from pdmesh.runtime import failpoints
 from pdmesh.sampling_params import SamplingParams
 
-PERIOD_S = 0.05
-"""Between two looks whether there is something to write, or to tell."""
 BATCH_BYTES = 4 << 20
 """What is read or written at once: so much is pinned, and in a buffer."""
 READ_AHEAD = 4
 """Batches that are read at once, as many as there are threads for it."""
-FLUSH_S, FLUSH_PERIOD_S = 5.0, 0.01
 ASSUMED_BYTES_PER_S = {"host": 4e9, "disk": 5e8, "store": 2e8}
 
 logger = logging.getLogger(__name__)
@@ -47,15 +44,12 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class TierTools:
     """Hold what tiers need of the worker. `compute_s(first, last)` predicts the computation of a prompt's tokens; None: the
-    worker cannot tell yet. `asking`: the threads in which a tier of another host is asked and read."""
+    worker cannot tell yet."""
 
     sharing: KVSharing
     release: Callable[[str], Coroutine[object, object, bool]]
     blocks: PoolBlocks
     copying: TierThreads
-    reading: TierThreads
-    asking: TierThreads
-    writing: TierThreads
     block_size: int
     compute_s: Callable[[int, int], float | None]
     restores: str = "auto"  # auto: where it is quicker than computing; always; off
@@ -70,6 +64,17 @@ class RestoreCounts:
     num_late: int = 0  # that were given up, since the tier was too slow
 
 
+@dataclass(frozen=True)
+class Restored:
+    """Hold what a restore has brought, in tokens. `was_late`: a tier was too slow, and was waited for in vain."""
+
+    num_tokens: int = 0
+    was_late: bool = False
+
+
+NOTHING = Restored()
+
+
 @dataclass
 class _Batch:
     """Blocks of one tier, one after the other in a prompt."""
@@ -79,20 +84,32 @@ class _Batch:
 
 
 class KVTiers:
-    """Write blocks behind, and restore them. Everything is called on the event loop."""
+    """Restore blocks, and have them written behind. Everything is called on the event loop."""
 
-    def __init__(self, tiers: Sequence[Tier], tools: TierTools) -> None:
-        """`tiers`: the fastest first."""
-        self.tiers = tuple(tiers)
+    def __init__(self, tools: TierTools) -> None:
+        self.tiers: tuple[Tier, ...] = ()
         self.counts = RestoreCounts()
         self._tools = tools
         self._batch_blocks = max(1, BATCH_BYTES // tools.blocks.block_bytes)
-        self._rates = {tier.name: ReadRate(ASSUMED_BYTES_PER_S[tier.name]) for tier in tiers}
+        self._rates: dict[str, ReadRate] = {}
+        self._reading: dict[str, TierThreads] = {}
+        self._behind: WriteBehind | None = None
         self._under_way: dict[tuple[bytes, ...], asyncio.Event] = {}
-        self._told: dict[BlockName, None] = {}
         self._serial = itertools.count(1)
         self._num_moving = 0
-        self._is_writing = False
+        self._is_off = False  # a bug of a tier was met: it is not used any more
+
+    def use(self, tiers: Sequence[Tier]) -> None:
+        """Use these tiers, the fastest first. Call it once: before, there is nothing to restore."""
+        self.tiers = tuple(tiers)
+        self._rates = {tier.name: ReadRate(ASSUMED_BYTES_PER_S[tier.name]) for tier in tiers}
+        self._reading = {tier.name: TierThreads(READ_AHEAD, name=f"kv-{tier.name}-read", is_behind=False) for tier in tiers}
+        self._behind = WriteBehind(tiers, self._tools.sharing, self._tools.blocks, self._batch_blocks)
+
+    @property
+    def block_bytes(self) -> int:
+        """Return the bytes of a block in all layers."""
+        return self._tools.blocks.block_bytes
 
     @property
     def token_s(self) -> float:
@@ -104,112 +121,77 @@ class KVTiers:
         return self._tools.blocks.block_bytes / self._tools.block_size / slowest if slowest else 0.0
 
     @property
+    def told(self) -> tuple[BlockName, ...]:
+        """Return the blocks that the prefix cache's log was told of and that are there still."""
+        return () if self._behind is None else tuple(self._behind.told)
+
+    @property
     def held(self) -> tuple[bytes, ...]:
-        """Return the hashes of the blocks that the prefix cache's log was told of and that are there still."""
-        return tuple(name.block_hash for name in self._told)
-
-    # Write behind.
-
-    async def run(self) -> None:
-        """Write until cancelled, and tell what tiers hold. Raises EngineStopped."""
-        while True:
-            await self.write_some()
-            await self.tell()
-            if not self._tools.sharing.has_published:
-                await asyncio.sleep(PERIOD_S)
-
-    async def flush(self, limit_s: float = FLUSH_S) -> None:
-        """Wait until `run` has written what was published, for at most so long, so that the worker's successor finds it."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(limit_s):
-                while self._tools.sharing.has_published or self._is_writing:
-                    await asyncio.sleep(FLUSH_PERIOD_S)
-
-    async def write_some(self) -> None:
-        """Write the blocks that were published first, as many as a batch has."""
-        wanted = dict(await self._tools.sharing.take_published(self._batch_blocks))
-        if not wanted:
-            return
-        self._is_writing = True
-        try:
-            await self._write(wanted)
-        finally:
-            self._is_writing = False
-
-    async def _write(self, wanted: Mapping[BlockName, float]) -> None:
-        """Write blocks, each with the seconds for which a session wants it, to the tiers that lack them."""
-        lacking: dict[BlockName, list[Tier]] = {}
-        for tier in self.tiers:
-            for name in tier.lacks(wanted):
-                lacking.setdefault(name, []).append(tier)
-            for keep_s in {each for each in wanted.values() if each}:
-                tier.touch([name for name, each in wanted.items() if each == keep_s], keep_s)
-        if lacking:
-            blocks = await self._copied(list(lacking))
-            writes = [
-                (tier, [(name, block, wanted[name]) for name, block in blocks.items() if tier in lacking[name]])
-                for tier in self.tiers
-            ]
-            # Not to its end: a disk may hold the thread for long, and what it reads are copies.
-            await asyncio.wrap_future(self._tools.writing.submit(lambda: _write_all(writes)))
+        """Return the hashes of the same."""
+        return tuple(name.block_hash for name in self.told)
 
     @property
     def is_moving(self) -> bool:
         """Return whether it holds blocks of the pool now, which it gives back soon."""
-        return bool(self._num_moving)
+        return bool(self._num_moving) or (self._behind is not None and self._behind.is_moving)
 
-    async def _copied(self, names: Sequence[BlockName]) -> dict[BlockName, BlockBytes]:
-        """Return what those of the blocks hold that are still in the pool."""
-        pin_id = f"tier:{next(self._serial)}"
-        self._num_moving += 1
-        try:
-            found = await self._tools.sharing.pin_any(pin_id, [name.block_hash for name in names])
-            pinned = {name: block_id for name, block_id in zip(names, found, strict=True) if block_id is not None}
-            blocks = await self._tools.blocks.read(list(pinned.values())) if pinned else []
-            return dict(zip(pinned, blocks, strict=True))
-        finally:
-            self._num_moving -= 1
-            await self._tools.sharing.unpin(pin_id)
-
-    async def tell(self) -> None:
-        """Tell the prefix cache's log what has come and gone."""
-        changed = dict.fromkeys(name for tier in self.tiers for name in tier.take_changes())
-        if not changed:
+    async def run(self) -> None:
+        """Write behind until cancelled. Raises EngineStopped. Any other error is a bug of a tier, which costs the tiers and no
+        request."""
+        if self._behind is None:
             return
-        are_here = [any(each) for each in zip(*(tier.holds(changed) for tier in self.tiers), strict=True)]
-        stored = [name for name, is_here in zip(changed, are_here, strict=True) if is_here and name not in self._told]
-        evicted = [name for name, is_here in zip(changed, are_here, strict=True) if not is_here and name in self._told]
-        self._told.update(dict.fromkeys(stored))
-        for name in evicted:
-            del self._told[name]
-        await self._tools.sharing.note_tiers([each.block_hash for each in stored], [each.block_hash for each in evicted])
+        try:
+            await self._behind.run()
+        except EngineStopped:
+            raise
+        except Exception:  # noqa: BLE001  whatever a tier has met must cost no request
+            self._switch_off()
+
+    async def flush(self) -> None:
+        """Wait until what was published is written, for a few seconds at most."""
+        if self._behind is not None and not self._is_off:
+            await self._behind.flush()
+
+    def _switch_off(self) -> None:
+        """Restore and write nothing any more, after an error that nobody foresaw."""
+        self._is_off = True
+        logger.exception("the KV tiers failed, and are not used any more until the worker is started anew")
 
     # Restore.
 
-    async def restore(self, request: EngineRequest) -> int:
-        """Bring blocks of a request that the pool lacks and a tier has into the prefix cache; return their tokens, 0 where it is
-        not worth it or fails. Raises EngineStopped."""
+    async def restore(self, request: EngineRequest) -> Restored:
+        """Bring blocks of a request that the pool lacks and a tier has into the prefix cache, where that is worth it. Raises
+        EngineStopped."""
         all_computed = request.sampling.prompt_logprobs is not None or request.pooling is not None
-        if all_computed or self._tools.restores == "off":
-            return 0
+        if all_computed or self._tools.restores == "off" or self._is_off or not self.tiers:
+            return NOTHING
+        try:
+            return await self._restore_known(request)
+        except EngineStopped:
+            raise
+        except Exception:  # noqa: BLE001  whatever a tier has met must cost no request
+            self._switch_off()
+            return NOTHING
+
+    async def _restore_known(self, request: EngineRequest) -> Restored:
+        num_late = self.counts.num_late
         tokens = request.history
         num_here, hashes = await self._tools.sharing.lacking(request.block_root, tokens)
         names = names_of(request.block_root, hashes)
         await self._ask(names, num_here, len(tokens))
         batches = self._plan(names, num_here)
-        if not batches:
-            return 0
         num_blocks = num_here + sum(len(batch.names) for batch in batches)
-        limit = self._limit(batches, num_here, num_blocks, len(tokens))
+        limit = self._limit(batches, num_here, num_blocks, len(tokens)) if batches else None
         if limit is None:
-            return 0
+            return Restored(0, was_late=self.counts.num_late > num_late)
         key = hashes[:num_blocks]
         if key in self._under_way:  # another request has asked for the same: it will be here
             await self._under_way[key].wait()
-            return 0
+            return NOTHING
         self._under_way[key] = done = asyncio.Event()
         try:
-            return await self._restore(request, tokens[: num_blocks * self._tools.block_size], batches, limit)
+            num_tokens = await self._restore(request, tokens[: num_blocks * self._tools.block_size], batches, limit)
+            return Restored(num_tokens, was_late=self.counts.num_late > num_late)
         finally:
             del self._under_way[key]
             done.set()
@@ -228,7 +210,7 @@ class KVTiers:
                 await self._found(tier, unknown, min(limit, PATIENCE * ASK_S))
 
     async def _found(self, tier: Tier, names: Sequence[BlockName], limit: float) -> None:
-        future = self._tools.asking.submit(lambda: tier.find(names))
+        future = self._reading[tier.name].submit(lambda: tier.find(names))
         try:
             async with asyncio.timeout(limit):
                 await asyncio.wrap_future(future)  # cancelled in time, it is not asked at all
@@ -241,7 +223,7 @@ class KVTiers:
         """Return the blocks behind those that the pool has, as far as tiers have them, by tier; all of them are touched."""
         now = time.monotonic()
         usable = [tier for tier in self.tiers if now >= self._rates[tier.name].not_before]
-        missing = names[num_here:]
+        missing = list(itertools.takewhile(lambda name: not self._refuses(name), names[num_here:]))
         batches: list[_Batch] = []
         for tier in self.tiers:
             tier.touch(reversed(names))
@@ -323,7 +305,10 @@ class KVTiers:
         return first
 
     def _read(self, batch: _Batch) -> _Read:
-        return _Read(self._tools.asking if batch.tier.is_remote else self._tools.reading, batch)
+        return _Read(self._reading[batch.tier.name], batch)
+
+    def _refuses(self, name: BlockName) -> bool:
+        return self._behind is not None and self._behind.refuses(name)
 
     async def _arrived(self, read: _Read, deadline: float) -> list[BlockBytes]:
         """Return the leading blocks of a batch that the tier has lent; none when it took too long."""
@@ -343,16 +328,12 @@ class KVTiers:
 
     def close(self) -> None:
         """End the threads and the tiers; a thread that a disk holds is left behind."""
-        for threads in (self._tools.copying, self._tools.reading, self._tools.asking, self._tools.writing):
+        if self._behind is not None:
+            self._behind.close()
+        for threads in (self._tools.copying, *self._reading.values()):
             threads.close()
         for tier in self.tiers:
             tier.close()
-
-
-def _write_all(writes: Sequence[tuple[Tier, Sequence[tuple[BlockName, BlockBytes, float]]]]) -> None:
-    for tier, blocks in writes:
-        if blocks:
-            tier.write_batch(blocks)
 
 
 class _Read:

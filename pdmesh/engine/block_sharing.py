@@ -104,6 +104,11 @@ class BlockSharing:
         with self._blocks.lock:
             return [] if self._blocks.published is None else self._blocks.published.take(most)
 
+    def take_withdrawn(self) -> list[BlockName]:
+        """Return blocks that were withdrawn since the last call."""
+        with self._blocks.lock:
+            return [] if self._blocks.published is None else self._blocks.published.take_withdrawn()
+
     def note_tiers(self, stored: Iterable[bytes], evicted: Iterable[bytes]) -> None:
         """Tell the log of the prefix cache what tiers hold now, and what they hold no more."""
         with self._blocks.lock:

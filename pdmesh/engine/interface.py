@@ -80,6 +80,9 @@ class KVSharing(Protocol):
         """Return blocks that were published since the last call, the oldest first, with the seconds for which a session wants
         them."""
 
+    async def take_withdrawn(self) -> list[BlockName]:
+        """Return blocks that were published and turned out to be useless since the last call."""
+
     async def note_tiers(self, stored: Sequence[bytes], evicted: Sequence[bytes]) -> None:
         """Tell the prefix cache's log what tiers hold now, and what none of them holds any more."""
 

@@ -38,7 +38,7 @@ from pdmesh.worker.engines.base import EngineEvents, WorkerEngine
 from pdmesh.worker.expert_load import ExpertWindow
 from pdmesh.worker.kv_events.service import KVEvents
 from pdmesh.worker.kv_events.stream import watch_blocks
-from pdmesh.worker.kv_sources import WorkerKVSources, open_kv_tiers
+from pdmesh.worker.kv_sources import WorkerKVSources, kv_tiers_of, open_kv_tiers
 from pdmesh.worker.load import LoadReporter, StepWatch
 from pdmesh.worker.metrics import Seen, WorkerMetrics, read
 from pdmesh.worker.prefix_publisher import PrefixPublisher, list_blocks
@@ -89,7 +89,7 @@ class Worker:
         self._publisher = PrefixPublisher(self._prefix_cache, self.epoch, worker_id) if config.redis else None
         self._grammars = compiler_for(engine.facts)
         self.adapters = WorkerAdapters(engine.adapters, config.served_name, self._adapters_changed)
-        served_model = ServedModel.of(engine.facts, config.served_name, self._grammars, self.adapters.find)
+        self._served_model = served_model = ServedModel.of(engine.facts, config.served_name, self._grammars, self.adapters.find)
         self.kv_events = KVEvents(config.kv_event_settings, engine, served_model.plain_root)
         self.watch = StepWatch(engine.pacer)
         self._experts = ExpertWindow()
@@ -100,7 +100,7 @@ class Worker:
         self._sender = Sender(engine.memory, served_model.identity, served_model.layout, self.epoch, tls=tls, secret=self.secret)
         self._channels = Channels(tls=tls, secret=self.secret, keepalive=PATIENT)
         self.puller = self._kv_puller(served_model)
-        self.tiers = open_kv_tiers(config, engine, served_model.identity, served_model.layout, self._prefill_s)
+        self.tiers = kv_tiers_of(config, engine, served_model.layout.block_size, self._prefill_s)
         self._sources = WorkerKVSources(self.tiers, self.puller) if self.tiers or self.puller else None
         self._blocks = BlockSender(
             engine.sharing,
@@ -124,6 +124,8 @@ class Worker:
                 self._grammars.warm()
         events = EngineEvents(self._on_step, self.dispatcher.on_ready, self._on_failure)
         self.watch.start_from(await self.engine.open(events, self._config.cpus))
+        if self.tiers is not None:
+            await open_kv_tiers(self.tiers, self._config, self._served_model.identity, self._served_model.layout)
         try:
             await self._receiver.start()
         except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 
@@ -9,7 +10,7 @@ from kvtransfer.kv_sources import Brought
 from kvtransfer.tiers.opening import open_tiers
 from kvtransfer.tiers.pool_blocks import pool_blocks
 from kvtransfer.tiers.threads import TierThreads
-from kvtransfer.tiers.tiers import READ_AHEAD, KVTiers, TierTools
+from kvtransfer.tiers.tiers import NOTHING, KVTiers, TierTools
 from pdmesh.engine.request import EngineRequest
 from pdmesh.runtime.config import ConfigError
 from pdmesh.v1 import common_pb2, prefill_pb2
@@ -17,7 +18,7 @@ from pdmesh.worker.config import WorkerConfig
 from pdmesh.worker.engines.base import WorkerEngine
 from prefill_service.kv_pull import KVPuller
 
-ASKING_THREADS, COPYING_THREADS = 2, 2
+COPYING_THREADS = 2
 
 
 class WorkerKVSources:
@@ -33,47 +34,44 @@ class WorkerKVSources:
 
     async def bring(self, request: EngineRequest, holder: prefill_pb2.KVHolder | None) -> Brought:
         began_ns = time.monotonic_ns()
-        num_restored = await self._tiers.restore(request) if self._tiers is not None else 0
+        restored = await self._tiers.restore(request) if self._tiers is not None else NOTHING
         restored_ns = time.monotonic_ns() if self._tiers is not None else began_ns
         num_fetched = fetch_ns = 0
-        if self._puller is not None and holder is not None:
+        if self._puller is not None and holder is not None and not restored.was_late:  # it has waited once already
             num_fetched = await self._puller.pull(request, holder)
             fetch_ns = time.monotonic_ns() - restored_ns
-        return Brought(num_restored, restored_ns - began_ns, num_fetched, fetch_ns)
+        return Brought(restored.num_tokens, restored_ns - began_ns, num_fetched, fetch_ns)
 
 
-def open_kv_tiers(
-    config: WorkerConfig,
-    engine: WorkerEngine,
-    identity: common_pb2.Identity,
-    layout: common_pb2.KVLayout,
-    compute_s: Callable[[int, int], float | None],
+def kv_tiers_of(
+    config: WorkerConfig, engine: WorkerEngine, block_size: int, compute_s: Callable[[int, int], float | None]
 ) -> KVTiers | None:
-    """Return the tiers; None: none is asked for. Call it before the engine is opened. Raises ConfigError."""
+    """Return the tiers that the settings ask for, still without any; None: none is asked for. Call it before the engine is
+    opened. Raises ConfigError."""
     if not config.tiers.has_any:
         return None
     if engine.sharing is None:
+        given = next(name for name in ("kv_disk", "kv_store", "kv_host_gb") if getattr(config.tiers, name))
         problem = f"the engine {engine.facts.name} has no tiers; leave --kv-host-gb, --kv-disk and --kv-store out"
-        raise ConfigError("--kv-disk", problem)
-    copying = TierThreads(COPYING_THREADS, name="kv-tier-copy", is_behind=False)
-    blocks = pool_blocks(engine.memory, copying)
-    try:
-        tiers = open_tiers(config.tiers, identity, layout, blocks.block_bytes, config.mesh)
-    except ValueError as error:
-        copying.close()
-        field, _, problem = str(error).partition(": ")
-        raise ConfigError(f"--{field.replace('_', '-')}", problem) from error
+        raise ConfigError(f"--{given.replace('_', '-')}", problem)
     engine.sharing.watch_published(engine.facts.num_blocks)
+    copying = TierThreads(COPYING_THREADS, name="kv-tier-copy", is_behind=False)
     tools = TierTools(
         sharing=engine.sharing,
         release=engine.release,
-        blocks=blocks,
+        blocks=pool_blocks(engine.memory, copying),
         copying=copying,
-        reading=TierThreads(READ_AHEAD, name="kv-tier-read", is_behind=False),
-        asking=TierThreads(ASKING_THREADS, name="kv-tier-ask", is_behind=False),
-        writing=TierThreads(1, name="kv-tier-write", is_behind=True),
-        block_size=layout.block_size,
+        block_size=block_size,
         compute_s=compute_s,
         restores=config.tiers.kv_restore,
     )
-    return KVTiers(tiers, tools)
+    return KVTiers(tools)
+
+
+async def open_kv_tiers(tiers: KVTiers, config: WorkerConfig, identity: common_pb2.Identity, layout: common_pb2.KVLayout) -> None:
+    """Look what there is already, in a thread: a folder may hold hundreds of thousands of files. Raises ConfigError."""
+    try:
+        tiers.use(await asyncio.to_thread(open_tiers, config.tiers, identity, layout, tiers.block_bytes, config.mesh))
+    except ValueError as error:
+        field, _, problem = str(error).partition(": ")
+        raise ConfigError(f"--{field.replace('_', '-')}", problem) from error

@@ -59,6 +59,16 @@ def test_no_other_prompt_finds_its_blocks() -> None:
     assert engine.stats().num_prefix_hit_tokens == 0
 
 
+def test_tiers_are_told_to_forget_its_blocks() -> None:
+    engine = make_engine()
+    engine.sharing.watch_published(100)
+    engine.add(request("broken", BROKEN, max_tokens=12))
+    run_to_end(engine)
+    withdrawn = engine.sharing.take_withdrawn()
+    assert withdrawn and engine.sharing.take_published(100) == [] and engine.sharing.take_withdrawn() == []
+    assert {name.root for name in withdrawn} == {request("broken", BROKEN).block_root}
+
+
 def test_its_choices_end_each_at_its_place() -> None:
     engine = make_engine()
     engine.add(request("broken", BROKEN, n=3, temperature=1.0, max_tokens=9))

@@ -140,7 +140,7 @@ async def test_a_damaged_value_is_computed_and_written_anew(model: Model, tiny: 
     async with running_pair(model, tiny, shared(server)) as pair:
         right = await pair.answer(PROMPT)
         await written(pair.prefill, WHOLE)
-        [root] = {name.root for name in tiers_of(pair.prefill)._told}
+        [root] = {name.root for name in tiers_of(pair.prefill).told}
         third = bytes(pair.prefill.engine.sharing.lacking(root, PROMPT)[1][2])
     async with running_pair(model, tiny, shared(server)) as pair, Redis.from_url(server.url, protocol=2) as redis:
         store = store_of(tiers_of(pair.prefill))

@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 
+from kvtransfer.tiers import write_behind
 from kvtransfer.tiers.base import BlockBytes
 from kvtransfer.tiers.disk import DiskTier
 from kvtransfer.tiers.settings import TierConfig
 from kvtransfer.tiers.tiers import KVTiers
 from pdmesh.engine.kv_cache.published_blocks import BlockName
+from pdmesh.runtime.config import ConfigError
 from pdmesh.v1 import common_pb2, mesh_pb2, worker_pb2
 from router.config import RouterConfig
 from router.telemetry.timings import RequestTimings
@@ -175,7 +177,7 @@ async def test_damaged_blocks_are_computed_and_counted(
 
 def root_and_tokens(pair: Pair, prompt: Sequence[int]) -> tuple[bytes, Sequence[int]]:
     """The chain of what lies on disk: there is one root in these tests."""
-    [root] = {name.root for name in tiers_of(pair.prefill)._told}
+    [root] = {name.root for name in tiers_of(pair.prefill).told}
     return root, prompt
 
 
@@ -204,7 +206,7 @@ async def test_a_disk_that_hangs_delays_no_longer_than_computing_takes(
             await pair.answer(other)  # the tier is left out for now
             assert tiers.counts.num_late == 1
             ended.set()
-        await eventually(lambda: not any(disk_of(tiers)._index.is_held(name) for name in tiers._told))
+        await eventually(lambda: not any(disk_of(tiers)._index.is_held(name) for name in tiers.told))
         await eventually(lambda: pair.prefill.engine.stats().num_free_blocks == 128)
 
 
@@ -248,7 +250,7 @@ async def test_a_request_that_is_cancelled_while_it_is_restored_leaves_nothing(
         await eventually(lambda: not tiers_of(pair.prefill).is_moving)
         may_go_on.set()
         tiers = tiers_of(pair.prefill)
-        await eventually(lambda: not any(disk_of(tiers)._index.is_held(name) for name in tiers._told))
+        await eventually(lambda: not any(disk_of(tiers)._index.is_held(name) for name in tiers.told))
         await eventually(lambda: pair.prefill.engine.stats().num_free_blocks == 128)
         assert tiers.counts.num_tokens == 0
 
@@ -289,3 +291,101 @@ async def test_by_default_what_is_quicker_to_compute_is_computed(model: Model, t
                 patch.setattr(found, "_tools", computing)
                 await pair.answer(prompt)
             assert found.counts.num_tokens == num_tokens
+
+
+async def test_withdrawn_blocks_are_forgotten_and_not_restored(model: Model, tiny: Path, tmp_path: Path) -> None:
+    """Their KV is not finite: it would end the next request with the same prompt, too."""
+    prompt = oracle.prompt_of(1, 100)
+    async with running_pair(model, tiny, on_disk(tmp_path)) as pair:
+        right = await pair.answer(prompt)
+        await written(pair.prefill, 100 // BLOCK)
+        tiers, allocator = tiers_of(pair.prefill), pair.prefill.engine._allocator
+        await eventually(lambda: len(tiers.told) == 100 // BLOCK)
+        names = sorted(tiers.told, key=lambda name: name.block_hash)
+        with allocator.lock:
+            allocator.pool.withdraw([allocator.pool._block_of[name.block_hash] for name in names])
+            assert allocator.published is not None
+            allocator.published.withdraw(names)
+        await eventually(lambda: not tiers.told)
+        assert (await pair.answer(prompt)).tokens() == right.tokens()
+        assert tiers.counts.num_tokens == 0
+        await written(pair.prefill, 100 // BLOCK)  # what was computed anew is kept again
+
+
+async def test_a_disk_that_hangs_takes_no_other_tier_with_it(
+    model: Model, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended, write = threading.Event(), DiskTier.write
+
+    def hang(self: DiskTier, name: BlockName, block: BlockBytes, keep_s: float) -> None:
+        ended.wait(60.0)
+        write(self, name, block, keep_s)
+
+    monkeypatch.setattr(DiskTier, "write", hang)
+    monkeypatch.setattr(write_behind, "WAIT_S", 0.1)
+    prompts = [oracle.prompt_of(number, 150) for number in range(6)]
+    async with running_pair(model, tiny, on_disk(tmp_path, kv_host_gb=0.01), engine={"num_blocks": 40}) as pair:
+        first = [await pair.answer(prompt) for prompt in prompts]
+        host, disk = tiers_of(pair.prefill).tiers
+        await eventually(lambda: host.num_blocks == 6 * (150 // BLOCK))
+        assert disk.num_blocks == 0
+        again = [await pair.answer(prompt) for prompt in prompts]
+        assert [one.tokens() for one in again] == [one.tokens() for one in first]
+        assert tiers_of(pair.prefill).counts.num_tokens > 0 and host.counts.num_read > 0
+        await eventually(lambda: len(tiers_of(pair.prefill).told) == 6 * (150 // BLOCK))
+        ended.set()
+
+
+async def test_a_bug_of_a_tier_costs_the_tiers_and_no_request(
+    model: Model, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(self: DiskTier, names: Sequence[BlockName]) -> list[bool]:
+        raise ZeroDivisionError("a bug")
+
+    prompt = oracle.prompt_of(1, 100)
+    async with running_pair(model, tiny, on_disk(tmp_path)) as pair:
+        right = await pair.answer(prompt)
+        await written(pair.prefill, 100 // BLOCK)
+        monkeypatch.setattr(DiskTier, "holds", fail)
+        for last in (7, 8):
+            assert (await pair.answer([*prompt, last])).tokens()
+        assert "ZeroDivisionError: a bug" in caplog.text and "are not used any more" in caplog.text
+        assert (await pair.answer(prompt)).tokens() == right.tokens()
+
+
+async def test_a_local_request_is_cancelled_while_a_disk_hangs(
+    model: Model, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = oracle.prompt_of(1, 100)
+    async with running_pair(model, tiny, on_disk(tmp_path)) as pair:
+        right = await pair.answer(prompt, LOCAL)
+        await written(pair.decode, 100 // BLOCK)
+    may_go_on, lend = threading.Event(), DiskTier.lend
+
+    def slow(self: DiskTier, name: BlockName) -> BlockBytes | None:
+        may_go_on.wait(60.0)
+        return lend(self, name)
+
+    monkeypatch.setattr(DiskTier, "lend", slow)
+    async with running_pair(model, tiny, on_disk(tmp_path)) as pair:
+        call = asyncio.ensure_future(pair.answer(prompt, LOCAL))
+        await eventually(lambda: tiers_of(pair.decode).is_moving)
+        call.cancel()
+        await asyncio.wait([call])
+        await eventually(lambda: not tiers_of(pair.decode).is_moving)
+        await pair.decode.until_whole()
+        assert pair.decode.engine.stats().num_prefilled_tokens == 0
+        may_go_on.set()
+        assert (await pair.answer(prompt, LOCAL)).tokens() == right.tokens()
+
+
+async def test_more_memory_than_there_is_and_folders_that_are_none_are_refused_by_flag(model: Model, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    for tiers, words in (
+        (TierConfig(kv_host_gb=1e9), "--kv-host-gb"),
+        (TierConfig(kv_disk=str(tmp_path / "kv"), kv_disk_gb=1e-9), "--kv-disk-gb"),
+        (TierConfig(kv_disk=str(tmp_path / "file" / "kv")), "--kv-disk"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            async with running_worker(model, tiers=tiers):
+                raise AssertionError("it has started")

@@ -112,6 +112,8 @@ class BlockManager:
     def withdraw(self, sequence: Sequence) -> None:
         """Let no other prompt find the blocks of a sequence whose logits are not finite: their content may be NaN, too."""
         self.pool.withdraw(sequence.block_ids)
+        if self.published is not None:
+            self.published.withdraw(names_of(sequence.group.request.block_root, sequence.block_hashes))
 
     def hashes(self, sequence: Sequence) -> list[bytes]:
         """Return the hashes of all full blocks of a sequence's known tokens."""

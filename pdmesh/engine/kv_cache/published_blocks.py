@@ -33,6 +33,7 @@ class PublishedBlocks:
     def __init__(self, max_blocks: int) -> None:
         self._max_blocks = max_blocks
         self._keep_s: OrderedDict[BlockName, float] = OrderedDict()
+        self._withdrawn: list[BlockName] = []
         self.num_dropped = 0
 
     @property
@@ -47,6 +48,17 @@ class PublishedBlocks:
         while len(self._keep_s) > self._max_blocks:
             self._keep_s.popitem(last=False)
             self.num_dropped += 1
+
+    def withdraw(self, names: Iterable[BlockName]) -> None:
+        """Record blocks whose content turned out to be useless: who has copied them gives them up."""
+        for name in names:
+            self._keep_s.pop(name, None)
+            self._withdrawn.append(name)
+
+    def take_withdrawn(self) -> list[BlockName]:
+        """Return what was withdrawn since the last call."""
+        withdrawn, self._withdrawn = self._withdrawn, []
+        return withdrawn
 
     def take(self, most: int) -> list[tuple[BlockName, float]]:
         """Return at most so many blocks, the oldest first, each with its seconds; they are forgotten here."""

@@ -188,6 +188,9 @@ class BuiltinSharing:
     async def take_published(self, most: int) -> list[tuple[BlockName, float]]:
         return self._engine.calls.now(lambda engine: engine.sharing.take_published(most))
 
+    async def take_withdrawn(self) -> list[BlockName]:
+        return self._engine.calls.now(lambda engine: engine.sharing.take_withdrawn())
+
     async def note_tiers(self, stored: Sequence[bytes], evicted: Sequence[bytes]) -> None:
         self._engine.calls.now(lambda engine: engine.sharing.note_tiers(stored, evicted))
 
