@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvtransfer.tiers.settings import TierConfig
 from pdmesh.runtime.registry.registry import Registry, worker_announcer
 from pdmesh.worker.assembly import Worker
 from pdmesh.worker.config import WorkerConfig
 from router.config import RouterConfig
 from router.main import Router
+from tests.simulation import tiers
 from tests.simulation.engine import CONFIG, SimulatedEngine, make_engine
 from tests.simulation.environment.network import Network
 from tests.simulation.environment.redis import Keys, RedisServer
@@ -66,11 +68,16 @@ class SimulatedMesh:
         self.graveyard: list[Any] = []
         self._machines = dict(scenario.machines)
         self._disk: Keys | None = None
+        self._kv_disks: dict[str, tiers.Stored] = {}
         network.hosts[REDIS_HOST] = REDIS
 
     @property
     def redis_url(self) -> str:
         return f"redis://{self.redis.address}/0" if self.redis is not None else ""
+
+    def kv_disk_of(self, name: str) -> tiers.Stored:
+        """Return what the disk beneath a worker's pool holds; it stays when the worker dies."""
+        return self._kv_disks.setdefault(name, {})
 
     def add_worker(self, name: str, roles: tuple[str, ...], **sizes: int) -> Member:
         member = Member(name, f"10.0.0.{len(self.workers) + 1}:7000")
@@ -122,6 +129,7 @@ class SimulatedMesh:
         config = WorkerConfig(
             engine=engine.config, model_name=MODEL, host=host, port=int(port), transports=transports, worker_id=member.name,
             roles=member.roles, redis=self.redis_url, kv_pull="always" if self.scenario.seed % 2 else "auto",
+            tiers=tiers.CONFIG if self.scenario.seed // 2 % 2 else TierConfig(),
         )  # fmt: skip
         config.validate()
         worker = Worker(config, SimulatedEngine(engine), worker_id=member.name, on_failure=member.failures.append)

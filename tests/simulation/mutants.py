@@ -383,3 +383,14 @@ def fetched_blocks_are_published_before_they_have_come() -> None:
         return await ask(self, pull, holder, known)
 
     put(KVPuller, "_ask", early)
+
+
+@mutant
+def restored_blocks_are_published_before_they_are_written() -> None:
+    from kvtransfer.tiers.pool_blocks import ViewedBlocks
+
+    async def early(self: Any, block_ids: Any, blocks: Any) -> list[bool]:
+        self._threads.submit(lambda: [self._write(*each) for each in zip(block_ids, blocks, strict=True)])
+        return [True] * len(blocks)
+
+    put(ViewedBlocks, "write", early)

@@ -9,7 +9,7 @@ from typing import Any
 from pdmesh.client.client import AsyncClient
 from pdmesh.client.types import Completed, Delta, GenerateOptions
 from pdmesh.errors import MeshError
-from tests.simulation import invariants, machine, oracle
+from tests.simulation import invariants, machine, oracle, tiers
 from tests.simulation.engine import SimulatedEngine
 from tests.simulation.environment import byte_stream
 from tests.simulation.environment.faults import STALL_S, Faults, StallWatch
@@ -76,6 +76,7 @@ class Run:
         rpc_server.install(lambda: self.network)
         byte_stream.install(lambda: self.network)
         install_hosts()
+        tiers.install(self.mesh.kv_disk_of)
         invariants.install(self._fail)
         self.world.loop.set_exception_handler(self._on_exception)
         try:
@@ -249,6 +250,8 @@ class Run:
                 held = f"running, waiting, reserved, held are {busy}, {stats.num_free_blocks} blocks free"
                 self._fail(f"{member.name} is not whole: {held}")
             engine.check_integrity()
+            for problem in tiers.problems(member.worker.tiers):
+                self._fail(f"{member.name}: {problem}")
             if len(member.worker.dispatcher):
                 self._fail(f"{member.name} has {len(member.worker.dispatcher)} sinks left")
         if member.router is not None:
