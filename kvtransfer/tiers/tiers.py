@@ -97,7 +97,7 @@ class KVTiers:
         self._under_way: dict[tuple[bytes, ...], asyncio.Event] = {}
         self._serial = itertools.count(1)
         self._num_moving = 0
-        self._is_off = False  # a bug of a tier was met: it is not used any more
+        self.is_off = False  # a bug of a tier was met: it is not used any more
 
     def use(self, tiers: Sequence[Tier]) -> None:
         """Use these tiers, the fastest first. Call it once: before, there is nothing to restore."""
@@ -149,12 +149,12 @@ class KVTiers:
 
     async def flush(self) -> None:
         """Wait until what was published is written, for a few seconds at most."""
-        if self._behind is not None and not self._is_off:
+        if self._behind is not None and not self.is_off:
             await self._behind.flush()
 
     def _switch_off(self) -> None:
         """Restore and write nothing any more, after an error that nobody foresaw."""
-        self._is_off = True
+        self.is_off = True
         logger.exception("the KV tiers failed, and are not used any more until the worker is started anew")
 
     # Restore.
@@ -163,7 +163,7 @@ class KVTiers:
         """Bring blocks of a request that the pool lacks and a tier has into the prefix cache, where that is worth it. Raises
         EngineStopped."""
         all_computed = request.sampling.prompt_logprobs is not None or request.pooling is not None
-        if all_computed or self._tools.restores == "off" or self._is_off or not self.tiers:
+        if all_computed or self._tools.restores == "off" or self.is_off or not self.tiers:
             return NOTHING
         try:
             return await self._restore_known(request)

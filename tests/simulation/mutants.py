@@ -390,7 +390,7 @@ def restored_blocks_are_published_before_they_are_written() -> None:
     from kvtransfer.tiers.pool_blocks import ViewedBlocks
 
     async def early(self: Any, block_ids: Any, blocks: Any) -> list[bool]:
-        self._threads.submit(lambda: [self._write(*each) for each in zip(block_ids, blocks, strict=True)])
+        self._threads.submit(lambda: self._write(block_ids, [block.content for block in blocks]))
         return [True] * len(blocks)
 
     put(ViewedBlocks, "write", early)

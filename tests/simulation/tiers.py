@@ -30,7 +30,7 @@ class SimulatedThreads:
     """What `TierThreads` do, in virtual time."""
 
     def __init__(self, num_threads: int, *, name: str, is_behind: bool) -> None:
-        self._process = _process()
+        self._process, self.num_threads = _process(), num_threads
 
     def submit(self, fn: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()
@@ -114,6 +114,8 @@ def problems(found: KVTiers | None) -> list[str]:
         tier.check()
         if tier.num_held:
             told.append(f"{tier.num_held} blocks of the disk are held")
+    if found is not None and found.is_off:
+        told.append("its tiers have failed")
     if found is not None and found.is_moving:
         told.append("its tiers hold blocks of the pool")
     return told
@@ -121,13 +123,15 @@ def problems(found: KVTiers | None) -> list[str]:
 
 def install(stored_of: Callable[[str], Stored]) -> None:
     """Have workers open their tiers here. `stored_of`: what the disk of a worker of that name holds, in the present run."""
-    import pdmesh.worker.kv_tiers as owner
+    from kvtransfer.tiers import tiers, write_behind
+    from pdmesh.worker import kv_sources
 
-    def open_tiers(config: TierConfig, identity: Any, layout: Any, block_bytes: int) -> tuple[SimulatedDisk]:
+    def open_tiers(config: TierConfig, identity: Any, layout: Any, block_bytes: int, mesh: str) -> tuple[SimulatedDisk]:
         return (SimulatedDisk(stored_of(_process().name), block_bytes),)
 
-    for name, new in (("TierThreads", SimulatedThreads), ("open_tiers", open_tiers)):
-        setattr(owner, name, new)
+    for owner in (tiers, write_behind, kv_sources):
+        owner.TierThreads = SimulatedThreads
+    kv_sources.open_tiers = open_tiers
 
 
 def _process() -> Process:
