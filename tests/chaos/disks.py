@@ -27,7 +27,7 @@ _BUSY_S, _LOOK_S = 1.5, 0.005
 _PARENT_MOUNTS = Path("/proc/self/mounts")
 
 
-def in_namespace(command: Sequence[str]) -> list[str]:
+def with_own_mounts(command: Sequence[str]) -> list[str]:
     """The command line that runs `command` where its mounts are seen by nothing else, and are gone with it."""
     users = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
     return ["unshare", *users, "--mount", "--", *command]
@@ -37,7 +37,7 @@ def can_have_mounts() -> bool:
     """Return whether this machine lets us mount file systems in memory, in a namespace of ours."""
     if not all(shutil.which(program) for program in ("unshare", "mount", "umount")):
         return False
-    command = in_namespace(["mount", "-t", "tmpfs", "none", "/mnt"])
+    command = with_own_mounts(["mount", "-t", "tmpfs", "none", "/mnt"])
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 

@@ -34,8 +34,7 @@ from pdmesh.models.registry import ensure_model
 from pdmesh.worker.engines.registry import DEFAULT_ENGINE
 from tests.chaos import report
 from tests.chaos.campaign import Campaign
-from tests.chaos.disks import can_have_mounts
-from tests.chaos.disks import in_namespace as in_mount_namespace
+from tests.chaos.disks import can_have_mounts, with_own_mounts
 from tests.chaos.hosts import MemoryGroup, can_have_namespaces, in_namespace
 from tests.chaos.load import SHARES_CACHE, Load, Sizes, guided_jobs, make_jobs
 from tests.chaos.mesh import ChaosMesh, MeshSize
@@ -328,7 +327,7 @@ def _run_apart(name: str, arguments: argparse.Namespace, progress: Progress) -> 
             return 0
         argv = in_namespace(argv)
     elif can_have_mounts():
-        argv = in_mount_namespace(argv)
+        argv = with_own_mounts(argv)
     with subprocess.Popen(argv, env={**os.environ, APART_VARIABLE: name}) as process:
         try:
             code = process.wait()

@@ -129,9 +129,12 @@ def install(stored_of: Callable[[str], Stored]) -> None:
     def open_tiers(config: TierConfig, identity: Any, layout: Any, block_bytes: int, mesh: str) -> tuple[SimulatedDisk]:
         return (SimulatedDisk(stored_of(_process().name), block_bytes),)
 
-    for owner in (tiers, write_behind, kv_sources):
-        owner.TierThreads = SimulatedThreads
-    kv_sources.open_tiers = open_tiers
+    threads = "TierThreads"
+    for owner, name, new in (
+        *((owner, threads, SimulatedThreads) for owner in (tiers, write_behind, kv_sources)),
+        (kv_sources, "open_tiers", open_tiers),
+    ):
+        setattr(owner, name, new)
 
 
 def _process() -> Process:
