@@ -262,8 +262,8 @@ def _overhead(decision: Decision, timings: mesh_pb2.Timings) -> Overhead | None:
         return None
     on_worker_ns = timings.prefill_queue_ns + timings.prefill_compute_ns
     took = decision.timings.prefill if decision.timings is not None else None
-    if took is not None and took.reserve_ns:  # LOCAL: restoring is a part of that, and predicted by itself
-        on_worker_ns += took.restore_ns
+    if took is not None and took.reserve_ns:  # LOCAL: restoring and fetching are parts of that, and predicted by themselves
+        on_worker_ns += took.restore_ns + took.fetch_ns
     after_ns = timings.kv_exposed_ns + timings.decode_queue_ns if decision.placement.prefill is not None else 0
     return Overhead(max(0.0, ttft_s - on_worker_ns / 1e9), after_ns / 1e9)
 
