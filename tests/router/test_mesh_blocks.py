@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import threading
 from array import array
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
+from typing import Any
 
+import grpc
+import grpc.aio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdmesh.runtime.rpc.interceptor import Context
+from pdmesh.text.block_hash import in_chains
 from pdmesh.third_party.vllm import smg_common_pb2 as common_pb
 from pdmesh.v1 import worker_pb2
 from router.api.vllm import kv_events
+from router.kv_events import follower
 from router.kv_events.follower import InvalidEvents, MeshUpdate, blocks_of
 from router.kv_events.mesh_blocks import MeshBlock, MeshBlocks, MeshChanges
+from tests.router.stub_workers import DECODE, StubWorker
+from tests.router.test_fleet import running_fleet
+from tests.support.waiting import eventually
 
 ROOT = bytes(16)
 
@@ -48,12 +60,13 @@ def test_a_subscriber_knows_what_at_least_one_worker_holds(calls: list[tuple[str
         assert mesh.num_pairs == sum(map(len, held.values()))
 
 
-def test_a_snapshot_is_cut_into_parts_with_parents_first(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_snapshot_is_cut_into_parts_with_parents_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_events, "PART_BLOCKS", 2)
     names = [1, 2, 3, 4, (1 << 64) - 1]
     blocks = tuple(block(name, names[index - 1] if index else None) for index, name in enumerate(names))
     stream = kv_events.EventStream(lambda root: False)
-    batches = list(stream.batches(MeshUpdate(True, MeshChanges((), blocks[::-1])), 5.0))
+    whole = MeshUpdate(True, MeshChanges((), blocks[::-1]))
+    batches = list(stream.batches(whole, await kv_events.parts_of(whole), 5.0))
     assert [(each.sequence_number, each.snapshot.index, each.snapshot.count, each.snapshot.blocks) for each in batches] == [
         (1, 0, 3, 5),
         (2, 1, 3, 5),
@@ -65,13 +78,30 @@ def test_a_snapshot_is_cut_into_parts_with_parents_first(monkeypatch: pytest.Mon
     assert [chain.parent_block_hash for chain in stored] == [0, 2, 4]
     assert [chain.HasField("parent_block_hash") for chain in stored] == [False, True, True]
     assert {chain.cache_salt for chain in stored} == {ROOT.hex()}
-    [empty] = stream.batches(MeshUpdate(True, MeshChanges()), 6.0)  # of a subscriber that fell behind
+    [empty] = stream.batches(MeshUpdate(True, MeshChanges()), [], 6.0)  # of a subscriber that fell behind
     assert (empty.sequence_number, empty.snapshot.count, empty.events[0].event_id) == (4, 1, 0)
 
 
-def test_changes_are_removed_first_and_events_counted() -> None:
+@pytest.mark.parametrize(("num_blocks", "is_in_thread"), [(3, True), (2, False)])
+async def test_a_large_update_is_ordered_beside_the_loop(
+    num_blocks: int, is_in_thread: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, really = set[int](), in_chains
+
+    def noted(*arguments: Any) -> Iterator[Any]:
+        threads.add(threading.get_ident())
+        yield from really(*arguments)
+
+    monkeypatch.setattr(kv_events, "PART_BLOCKS", 2)
+    monkeypatch.setattr(kv_events, "in_chains", noted)
+    await kv_events.parts_of(MeshUpdate(True, MeshChanges((), tuple(map(block, range(num_blocks))))))
+    assert len(threads) == 1 and (threading.get_ident() not in threads) == is_in_thread
+
+
+async def test_changes_are_removed_first_and_events_counted() -> None:
     stream = kv_events.EventStream(lambda root: True)
-    gone, came = stream.batches(MeshUpdate(False, MeshChanges((9,), (block(1), block(5)))), 5.0)
+    changes = MeshUpdate(False, MeshChanges((9,), (block(1), block(5))))
+    gone, came = stream.batches(changes, await kv_events.parts_of(changes), 5.0)
     assert list(gone.events[0].removed.block_hashes) == [9]
     assert [event.event_id for batch in (gone, came) for event in batch.events] == [1, 2, 3]
     stored = came.events[0].stored
@@ -92,3 +122,36 @@ def test_changes_are_removed_first_and_events_counted() -> None:
 def test_what_a_worker_sends_is_checked(stored: worker_pb2.StoredBlocks, field: str) -> None:
     with pytest.raises(InvalidEvents, match=rf"stored\[0\]\.{field}"):
         list(blocks_of(worker_pb2.BlockEvents(stored=[stored]), 2))
+
+
+class BreakingWorker(StubWorker):
+    """A stub whose streams of KV events break: all but the fifth, which lists its blocks, at once."""
+
+    num_streams = 0
+
+    async def WatchBlocks(  # type: ignore[override]  # the stub has none
+        self, request: worker_pb2.WatchBlocksRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.BlockEvents]:
+        self.num_streams += 1
+        if self.num_streams == 5:
+            yield worker_pb2.BlockEvents(epoch=self.epoch, is_list=True, is_last=True)
+            await self.resume.wait()
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "broken")
+
+
+async def test_a_stream_that_has_listed_its_blocks_is_asked_for_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gaps between tries double only while nothing comes."""
+    monkeypatch.setattr(follower, "FIRST_GAP_S", 0.001)
+    worker = BreakingWorker("d0", (DECODE,))
+    await worker.start()
+    async with running_fleet(worker.address) as fleet:
+        await eventually(lambda: fleet.views())
+        blocks = follower.BlockFollower(fleet, worker.info().identity.model, 100)
+        async with aclosing(blocks.read()) as updates:
+            assert await anext(updates) == MeshUpdate(True, MeshChanges())
+            (followed,) = blocks._followed.values()
+            assert (worker.num_streams, followed.gap_s) == (5, 0.001)
+            worker.resume.set()
+            await eventually(lambda: worker.num_streams >= 7)
+            assert followed.gap_s < 0.016  # what the fifth break alone would have led to
+    await worker.kill()

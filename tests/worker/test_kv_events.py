@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,7 @@ import zmq.asyncio
 
 from pdmesh.runtime.config import ConfigError, parse
 from pdmesh.runtime.errors import error_from_rpc
-from pdmesh.text.block_hash import hash_prompt, short_name
+from pdmesh.text.block_hash import hash_prompt, in_chains, short_name
 from pdmesh.v1 import worker_pb2
 from pdmesh.worker.config import WorkerConfig
 from pdmesh.worker.kv_events import feed, publisher, settings, stream
@@ -119,6 +120,20 @@ async def test_a_reader_that_falls_behind_gets_the_list_again(model: Model, monk
             cached = await listed(peer)
             await eventually(lambda: reader.blocks.keys() == cached)
             assert reader.num_lists > 1
+
+
+async def test_the_full_list_is_ordered_beside_the_loop(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, really = set[int](), in_chains
+
+    def noted(*arguments: Any) -> Iterator[Any]:
+        threads.add(threading.get_ident())
+        yield from really(*arguments)
+
+    async with running_worker(model, kv_event_settings=ON) as peer:
+        await serve(peer, PROMPT)
+        monkeypatch.setattr(feed, "in_chains", noted)
+        async with following(GrpcReader(peer)):
+            assert threads and threading.get_ident() not in threads
 
 
 async def test_readers_are_refused_without_the_flag_and_beyond_the_limit(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

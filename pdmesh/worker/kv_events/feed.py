@@ -84,7 +84,7 @@ class BlockFeed:
         while not backlog.closed:
             if backlog.has_dropped:
                 blocks = await self._all(backlog)
-                yield Update(True, (), tuple(await asyncio.to_thread(chains_of, blocks)))
+                yield Update(True, (), await asyncio.to_thread(_all_chains, blocks))
             events = await backlog.get()
             if events is not None:
                 yield Update(False, events.removed, tuple(chains_of(events.stored)))
@@ -103,6 +103,10 @@ class BlockFeed:
         if events is not None:
             for reader in self._readers:
                 reader.put(events, len(events.stored) + len(events.removed))
+
+
+def _all_chains(blocks: Iterable[StoredBlock]) -> tuple[Chain, ...]:
+    return tuple(chains_of(blocks))  # here, as an iterator would leave the work to its reader
 
 
 def chains_of(blocks: Iterable[StoredBlock]) -> Iterator[Chain]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeAlias
 
 import grpc
 
@@ -13,6 +15,8 @@ from router.kv_events.follower import MeshUpdate
 from router.kv_events.mesh_blocks import MeshBlock
 
 PART_BLOCKS = 2048  # some 150 KiB of blocks with 16 tokens
+Part: TypeAlias = list[Sequence[MeshBlock]]
+"""Chains of blocks that follow each other in a prompt, at most PART_BLOCKS blocks in all."""
 MEDIUM = "GPU"  # vLLM's name for the pool that an engine computes in, also on a CPU
 
 
@@ -25,6 +29,12 @@ def check(request: common_pb.SubscribeKvEventsRequest) -> None:
         raise MeshError(problem, code=grpc.StatusCode.OUT_OF_RANGE, field="start_sequence_number")
 
 
+async def parts_of(update: MeshUpdate) -> list[Part]:
+    """Return what an update stores, parents first. A large one is ordered in a thread: the router's loop serves others."""
+    stored = update.changes.stored
+    return await asyncio.to_thread(_ordered, stored) if len(stored) > PART_BLOCKS else _ordered(stored)
+
+
 class EventStream:
     """Make the batches of one subscriber, numbered from 1 without a gap."""
 
@@ -34,12 +44,10 @@ class EventStream:
         self._sequence = 0
         self._num_events = 0
 
-    def batches(self, update: MeshUpdate, now_s: float) -> Iterator[common_pb.KvEventBatch]:
-        """Yield an update: a snapshot, or changes. `now_s`: seconds of Unix time."""
-        stored = update.changes.stored
-        parts = list(_parts(list(in_chains(stored, lambda block: block.name, lambda block: block.parent))))
+    def batches(self, update: MeshUpdate, parts: Sequence[Part], now_s: float) -> Iterator[common_pb.KvEventBatch]:
+        """Yield an update: a snapshot, or changes. `parts`: what `parts_of` makes of it; `now_s`: seconds of Unix time."""
         if update.is_list:
-            yield from self._snapshot(parts or [[]], len(stored), now_s)
+            yield from self._snapshot(parts or [[]], len(update.changes.stored), now_s)
             return
         removed = update.changes.removed
         for start in range(0, len(removed), PART_BLOCKS):
@@ -52,9 +60,7 @@ class EventStream:
             events = [common_pb.KvCacheEvent(event_id=self._next_event(), stored=self._stored(chain)) for chain in part]
             yield self._batch(events, now_s)
 
-    def _snapshot(
-        self, parts: Sequence[Sequence[Sequence[MeshBlock]]], num_blocks: int, now_s: float
-    ) -> Iterator[common_pb.KvEventBatch]:
+    def _snapshot(self, parts: Sequence[Part], num_blocks: int, now_s: float) -> Iterator[common_pb.KvEventBatch]:
         for index, part in enumerate(parts):
             events = [] if index else [common_pb.KvCacheEvent(cleared=common_pb.KvCacheCleared())]
             events += [common_pb.KvCacheEvent(stored=self._stored(chain)) for chain in part]
@@ -86,9 +92,13 @@ class EventStream:
         )
 
 
-def _parts(chains: Sequence[Sequence[MeshBlock]]) -> Iterator[list[Sequence[MeshBlock]]]:
+def _ordered(blocks: Sequence[MeshBlock]) -> list[Part]:
+    return list(_parts(in_chains(blocks, lambda block: block.name, lambda block: block.parent)))
+
+
+def _parts(chains: Iterable[Sequence[MeshBlock]]) -> Iterator[Part]:
     """Yield chains in parts of at most PART_BLOCKS blocks; long chains are cut."""
-    part: list[Sequence[MeshBlock]] = []
+    part: Part = []
     room = PART_BLOCKS
     for chain in chains:
         for start in range(0, len(chain), PART_BLOCKS):

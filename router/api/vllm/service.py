@@ -237,7 +237,7 @@ class VllmEngineService(VllmEngineServicer):
         stream = kv_events.EventStream(lambda root: blocks.is_plain(root, tenant))
         async with aclosing(blocks.read()) as updates:
             async for update in updates:
-                for batch in stream.batches(update, time.time()):
+                for batch in stream.batches(update, await kv_events.parts_of(update), time.time()):
                     yield batch
 
     def _model(self) -> ServedModel:
