@@ -56,13 +56,15 @@ class MeshUpdate:
 
 @dataclass(eq=False)
 class Followed:
-    """Hold one incarnation of a worker. `answered`: it has listed its blocks, or refused to."""
+    """Hold one incarnation of a worker. `answered`: it has listed its blocks, or refused to. `gap_s`: how long to wait once its
+    stream has broken; it doubles until the worker lists its blocks again."""
 
     worker: Worker
     info: worker_pb2.WorkerInfo
     answered: bool = False
     refusal: str = ""
     task: asyncio.Task[None] | None = None
+    gap_s: float = 0.0
     listing: list[MeshBlock] = field(default_factory=list)
 
     @property
@@ -177,7 +179,7 @@ class BlockFollower:
             followed.task = asyncio.create_task(self._follow(followed), name=f"KV events of {followed.info.address}")
 
     async def _follow(self, followed: Followed) -> None:
-        gap_s = FIRST_GAP_S
+        followed.gap_s = FIRST_GAP_S
         while not followed.refusal:
             problem: object = "its stream ended"
             try:
@@ -196,8 +198,9 @@ class BlockFollower:
             except Exception:  # a bug costs the events of this worker until the next try only
                 logger.exception("following the KV events of %s failed", followed.info.address)
             logger.info("KV events of %s are not known: %s", followed.info.worker_id, problem)
+            gap_s = followed.gap_s
+            followed.gap_s = min(2 * gap_s, MAX_GAP_S)  # that of the next break, unless the stream lists its blocks until then
             await asyncio.sleep(gap_s)
-            gap_s = min(2 * gap_s, MAX_GAP_S)
 
     async def _follow_once(self, followed: Followed) -> None:
         """Apply one stream. Raises InvalidEvents, AioRpcError; CancelledError also when only the call is cancelled."""
@@ -226,6 +229,7 @@ class BlockFollower:
             raise InvalidEvents(f"stored blocks are more than the worker's num_blocks, {info.num_blocks}")
         if message.is_last:
             listing, followed.listing, followed.answered = followed.listing, [], True
+            followed.gap_s = FIRST_GAP_S
             self._spread(self._blocks.replace(key, listing))
             self._answers.set()
 
