@@ -7,6 +7,7 @@ vLLM names a block by a hash of its own; the mesh by a chain of hashes over the 
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,7 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self._names: dict[object, bytes] = {}  # by vLLM's hash
+        self._num_copies: Counter[object] = Counter()  # blocks of each hash: two, where two prompts were computed at once
         self.log: BlockLog | None = None
         self.events: BlockEventLog | None = None  # with token ids, if it is set
 
@@ -51,11 +53,12 @@ class PrefixIndex:
                 self._store(event)
             elif isinstance(event, BlockRemoved):
                 for block_hash in event.block_hashes:
-                    self._note(self._names.pop(block_hash, None), stored=False)
+                    self._remove(block_hash)
             elif isinstance(event, AllBlocksCleared):
                 for name in self._names.values():
                     self._note(name, stored=False)
                 self._names.clear()
+                self._num_copies.clear()
 
     def shutdown(self) -> None:
         """Do nothing: nothing is open."""
@@ -78,14 +81,23 @@ class PrefixIndex:
         else:
             parent = self._names.get(event.parent_block_hash)
         for index, block_hash in enumerate(event.block_hashes):
-            if parent is None:  # its beginning is not cached any more, so no prompt finds it
-                return
+            self._num_copies[block_hash] += 1
+            before, parent = parent, self._names.get(block_hash)
+            if parent is not None or before is None:  # a copy; or its beginning is not cached any more, so no prompt finds it
+                continue
             tokens = event.token_ids[index * event.block_size : (index + 1) * event.block_size]
-            before, parent = parent, hash_block(parent, tokens)
-            self._names[block_hash] = parent
+            parent = self._names[block_hash] = hash_block(before, tokens)
             self._note(parent, stored=True)
             if self.events is not None:
                 self.events.store(self._described(self.events, parent, before, tokens, event.lora_name or ""))
+
+    def _remove(self, block_hash: object) -> None:
+        """Forget a block with its last copy."""
+        if self._num_copies[block_hash] > 1:
+            self._num_copies[block_hash] -= 1
+            return
+        del self._num_copies[block_hash]
+        self._note(self._names.pop(block_hash, None), stored=False)
 
     def _described(
         self, events: BlockEventLog, name: bytes, before: bytes, token_ids: Sequence[int], adapter: str

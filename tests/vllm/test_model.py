@@ -98,6 +98,35 @@ def test_an_adapter_may_be_called_like_a_salt() -> None:
     assert index.blocks() == (0, (hash_block(root, [1, 2]),))
 
 
+def test_a_block_is_forgotten_with_its_last_copy() -> None:
+    """Two prompts that begin alike and are computed at once leave two blocks of one hash in vLLM."""
+    pytest.importorskip("vllm")
+    from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+
+    from pdmesh_vllm.prefix_cache import PrefixIndex
+
+    index, tokens = PrefixIndex(), list(range(6))
+    events = index.events = BlockEventLog(nullcontext())
+    first, second, third = hash_prompt(b"", tokens, 2)
+    same: dict[str, Any] = {"block_size": 2, "lora_id": None, "medium": "GPU", "lora_name": None, "extra_keys": None}
+    both = BlockStored(block_hashes=[1, 2], parent_block_hash=None, token_ids=tokens[:4], **same)
+    last = BlockStored(block_hashes=[3], parent_block_hash=2, token_ids=tokens[4:], **same)
+
+    def held_after(*events: object) -> set[bytes]:
+        index.publish(KVEventBatch(ts=0.0, events=list(events)))
+        return set(index.blocks()[1])
+
+    assert held_after(both, both) == {first, second}
+    assert held_after(BlockRemoved(block_hashes=[1, 2], medium="GPU")) == {first, second} == events.blocks.keys()
+    assert held_after(last) == {first, second, third}
+    assert held_after(BlockRemoved(block_hashes=[2], medium="GPU")) == {first, third}
+    assert held_after(last) == {first, third}  # a copy that no prompt finds, for its beginning is gone
+    assert held_after(BlockRemoved(block_hashes=[3], medium="GPU")) == {first, third} == events.blocks.keys()
+    assert held_after(BlockRemoved(block_hashes=[3, 9], medium="GPU")) == {first}
+    assert held_after(both, AllBlocksCleared()) == set()
+    assert held_after(both, BlockRemoved(block_hashes=[1, 2], medium="GPU")) == set() == events.blocks.keys()
+
+
 def test_kv_events_with_token_ids_are_vllms_in_the_names_of_the_mesh() -> None:
     pytest.importorskip("vllm")
     from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
