@@ -24,6 +24,7 @@ from tests.fuzzing.mesh_calls import ROUTER_METHODS, WORKER_METHODS
 from tests.fuzzing.mesh_seeds import ROUTER_SEEDS, WORKER_SEEDS
 
 LIMIT_S = 10
+MOST_BLOCK_BYTES = 1 << 16
 Run = Callable[[bytes], object]
 Made = tuple[Run, tuple[type[Exception], ...]]
 """A reader, and its refusals."""
@@ -420,21 +421,43 @@ BLOCK_HEADER = bytes.fromhex(
     "000000000000000068686868686868686868686868686868000000000000000000000000000000004000000000000000"
     "07000000222a17d2"
 )
-"""The root is 16 times r, the hash 16 times h, the identity `identity`; 64 bytes follow."""
+CODED_HEADER = bytes.fromhex(
+    "50444d4b56424c4b02001010020000006964656e74697479727272727272727272727272727272720000000000000000"
+    "000000000000000068686868686868686868686868686868000000000000000000000000000000004000000031000000"
+    "0700000000000000"
+)
+"""The root is 16 times r, the hash 16 times h, the identity `identity`; 64 bytes follow, or 49 that stand for them. The second's
+checksum is left to the target, as that of what the search makes of it."""
+CODED = bytes(range(32)) + bytes.fromhex("28b52ffd2020450000103c3c010022c002")
 
 
-@target(BLOCK_HEADER + bytes(64), BLOCK_HEADER, b"")
+@target(BLOCK_HEADER + bytes(64), CODED_HEADER + CODED, BLOCK_HEADER, b"")
 def kv_block_file() -> Made:
-    """A block's file of the disk tier, by its bytes, and the same bytes as the file's name."""
-    from kvtransfer.tiers.block_file import BadBlockFile, BlockHeader, name_of
+    """A block's value in the disk tier or a store, as it is and with a header whose checksum is right; and a file's name."""
+    from kvtransfer.framing import checksum
+    from kvtransfer.tiers.block_file import HEADER_BYTES, BadBlockFile, BlockHeader, name_of, relative_path
+    from kvtransfer.tiers.coding import BlockForm, CannotDecode
+    from pdmesh.engine.kv_cache.published_blocks import BlockName
 
-    expected = BlockHeader(b"identity", b"r" * 16, b"h" * 16, 64, 7)
+    name, num_fields = BlockName(b"r" * 16, b"p" * 16, b"h" * 16), HEADER_BYTES - 4
 
     def run(data: bytes) -> None:
-        name_of(data[:32].hex(), data.decode(errors="replace"))
-        BlockHeader.unpack(data).check(expected)
+        folder, _, file_name = data.decode("latin-1").partition("/")
+        found = name_of(folder, file_name)
+        assert found is None or relative_path(found) == f"{folder}/{file_name}", "a block has another path than its file"
+        with suppress(BadBlockFile):
+            BlockHeader.unpack(data)
+        fields = data[:num_fields]
+        value = memoryview(fields + checksum([fields]).to_bytes(4, "little") + data[HEADER_BYTES:])
+        with suppress(BadBlockFile, CannotDecode):
+            BlockForm(b"identity", 64, 2).unpack(name, value)
+        header = BlockHeader.unpack(bytes(value[:HEADER_BYTES]))
+        if 0 < header.num_bytes <= MOST_BLOCK_BYTES:  # a reader whose blocks are those that the header tells of
+            own = BlockName(header.root, b"p", header.block_hash)
+            block = BlockForm(header.identity, header.num_bytes).unpack(own, value)
+            assert block.content.nbytes == header.num_bytes, "a block of another length"
 
-    return run, (BadBlockFile,)
+    return run, (BadBlockFile, CannotDecode)
 
 
 @target(b"".join(bytes([part.ByteSize()]) + part.SerializeToString() for part in PARTS))

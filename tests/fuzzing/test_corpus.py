@@ -97,6 +97,25 @@ def test_a_search_begins_with_what_is_read(name: str) -> None:
     assert any(map(is_read, TARGETS[name].seeds))
 
 
+def test_block_files_are_read_behind_a_header_whose_checksum_the_search_cannot_know() -> None:
+    """Both forms, and what their decoder says of a number of three bytes."""
+    run, refusals = TARGETS["kv-block-file"].make()
+    plain, coded, *_ = TARGETS["kv-block-file"].seeds
+    run(plain)
+    run(coded)
+    of_three = bytearray(coded)
+    of_three[12] = 3
+    with pytest.raises(refusals, match="64 bytes are no numbers of 3"):
+        run(bytes(of_three))
+
+
+def test_the_product_is_imported_where_a_search_sees_it() -> None:
+    """What was imported before is not instrumented, and counts as no coverage."""
+    code = "import sys, tests.fuzzing.targets; print(*{name.partition('.')[0] for name in sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert not {"kvtransfer", "router", "decode_service", "prefill_service"} & set(done.stdout.split())
+
+
 def test_a_break_is_seen() -> None:
     def broken(data: bytes) -> None:
         raise KeyError(data)
