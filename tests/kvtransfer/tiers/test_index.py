@@ -7,7 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvtransfer.tiers.index import STALE_S, TierIndex
+from kvtransfer.tiers import index as tier_index
+from kvtransfer.tiers.index import MOST_VICTIMS, STALE_S, TierIndex
 from pdmesh.engine.kv_cache.published_blocks import BlockName, PublishedBlocks, names_of
 
 ROOT, OTHER = b"root", b"other root"
@@ -110,6 +111,72 @@ def test_a_block_that_comes_before_those_behind_it() -> None:
     assert set(index.victims(9, NEW, 1.0)) == {a, c} and len(index) == 0 and index.num_bytes == 0
 
 
+def test_a_block_that_was_lost_and_came_back_while_it_was_read_is_not_held_less_than_not_at_all() -> None:
+    [name] = chain("a")
+    index = index_of(1, name)
+    assert index.hold(name) and index.remove(name)
+    index.add(name, 1, 0.0)
+    index.let_go(name)
+    index.check()
+    assert index.hold(name) and index.victims(1, NEW, 9.0) == []
+    index.let_go(name)
+    assert index.victims(1, NEW, 9.0) == [name]
+
+
+def test_a_block_that_was_lost_while_it_was_read_leaves_nothing_behind() -> None:
+    [name] = chain("a")
+    index = index_of(1, name)
+    assert index.hold(name) and index.hold(name) and index.remove(name)
+    index.let_go(name)
+    index.let_go(name)
+    index.let_go(name)
+    index.add(name, 1, 0.0)
+    assert not index.is_held(name) and index.victims(1, NEW, 9.0) == [name]
+
+
+def test_one_call_gives_up_a_bounded_number_of_blocks() -> None:
+    num_blocks = 3 * MOST_VICTIMS
+    names = [chain(f"{number}")[0] for number in range(num_blocks)]
+    index = index_of(num_blocks, *names)
+    index.max_bytes = 1
+    assert [len(index.victims(1, NEW, 9.0)) for _ in range(4)] == [MOST_VICTIMS] * 3 + [0]
+
+
+@pytest.mark.parametrize("num_bytes", [1, 3])
+def test_a_victim_is_found_without_a_look_at_all_roots(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Roots with more than their part and with less, the small ones the oldest, and each write a new root's."""
+    index, num_roots, looks = TierIndex(0), 2_000, [0]
+    for number in range(num_roots):
+        is_large = number >= num_roots // 2
+        for name in chain(*"abc"[: 3 if is_large else 1], root=b"%d" % number):
+            index.add(name, num_bytes, 10.0 + number)
+    index.max_bytes = index.num_bytes
+    oldest = tier_index._Root.oldest
+
+    def counted(root: tier_index._Root) -> tier_index._Entry | None:
+        looks[0] += 1
+        return oldest(root)
+
+    monkeypatch.setattr(tier_index._Root, "oldest", counted)
+    for number in range(200):
+        name = chain("new", root=b"new %d" % number)[0]
+        [victim] = index.victims(num_bytes, name, 3_000.0)
+        assert int(victim.root) >= num_roots // 2
+        index.add(name, num_bytes, 3_000.0)
+    assert looks[0] < 200 * 10
+    index.check()
+
+
+def test_many_roots_of_the_same_size_make_room_for_another() -> None:
+    index = TierIndex(100)
+    for number in range(100):
+        index.add(chain("a", root=b"%d" % number)[0], 1, float(number))
+    for number in range(100, 300):
+        name = chain("a", root=b"%d" % number)[0]
+        assert [each.root for each in index.victims(1, name, float(number))] == [b"%d" % (number - 100)]
+        index.add(name, 1, float(number))
+
+
 class Tiers(RuleBasedStateMachine):
     """Whatever comes, goes, is used and is held: the index stays whole, and keeps its bound."""
 
@@ -152,14 +219,14 @@ class Tiers(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES))
     def lose(self, name: BlockName) -> None:
-        if name not in self.held:
-            was_here = name in self.index
-            assert self.index.remove(name) is was_here
+        was_here = name in self.index
+        assert self.index.remove(name) is was_here
 
     @invariant()
     def whole(self) -> None:
         self.index.check()
         assert self.index.num_bytes <= self.index.max_bytes
+        assert all(self.index.is_held(name) for name in self.held if name in self.index)
 
 
 Tiers.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
