@@ -20,10 +20,13 @@ from pdmesh.engine.kv_cache.published_blocks import BlockName
 
 MAGIC = b"PDMKVBLK"
 VERSION, CODED_VERSION = 1, 2
+LAST_VERSION = 255
+"""Versions up to here may come; a higher number is damage."""
 MAX_NAME_BYTES = 32
 IDENTITY_BYTES = 8
 _FIELDS = struct.Struct("<8sHBBB3x8s32s32sIII")
 _SUM = struct.Struct("<I")
+_BEGIN = struct.Struct("<8sH")
 HEADER_BYTES = _FIELDS.size + _SUM.size
 SUFFIX, PARTIAL = ".kv", ".partial"
 _NAME = re.compile(r"([0-9a-f]{2,64})\.([0-9a-f]{2,64})\.kv")
@@ -32,6 +35,10 @@ _FOLDER = re.compile(r"[0-9a-f]{2,64}")
 
 class BadBlockFile(ValueError):
     """Raised for a file that does not hold the block that it should; the message says why."""
+
+
+class UnknownVersion(Exception):
+    """Raised for a file of a later version than this program knows: others can read it."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,11 @@ class BlockHeader:
 
     @classmethod
     def unpack(cls, header: bytes) -> BlockHeader:
-        """Return the header. Raises BadBlockFile."""
+        """Return the header. Raises BadBlockFile, or UnknownVersion, whose header may have another form from the version on."""
+        if len(header) >= _BEGIN.size:
+            magic, version = _BEGIN.unpack_from(header)
+            if magic == MAGIC and CODED_VERSION < version <= LAST_VERSION:
+                raise UnknownVersion(f"it is of version {version}")
         if len(header) < HEADER_BYTES:
             raise BadBlockFile(f"it has {len(header)} of a header's {HEADER_BYTES} bytes")
         fields = header[: _FIELDS.size]

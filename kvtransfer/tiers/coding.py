@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from kvtransfer.framing import room_for
 from kvtransfer.tiers.base import BlockBytes
-from kvtransfer.tiers.block_file import HEADER_BYTES, BadBlockFile, BlockHeader
+from kvtransfer.tiers.block_file import HEADER_BYTES, BadBlockFile, BlockHeader, UnknownVersion
 from pdmesh.engine.kv_cache.published_blocks import BlockName
 
 if TYPE_CHECKING:
@@ -35,7 +35,8 @@ _contexts = threading.local()  # those of zstandard may be used by one thread at
 
 
 class CannotDecode(Exception):
-    """Raised for a compressed block where the package zstandard is not installed."""
+    """Raised for a block that other workers can read: a compressed one where the package zstandard is not installed, or one of a
+    later version."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,10 @@ class BlockForm:
 
     def unpack(self, name: BlockName, value: memoryview) -> BlockBytes:
         """Return the block that a value holds; its content is not checked. Raises BadBlockFile, CannotDecode."""
-        header = BlockHeader.unpack(bytes(value[:HEADER_BYTES]))
+        try:
+            header = BlockHeader.unpack(bytes(value[:HEADER_BYTES]))
+        except UnknownVersion as error:
+            raise CannotDecode(str(error)) from error
         header.check(self.identity, name, self.block_bytes)
         stored = value[HEADER_BYTES:]
         if stored.nbytes != header.num_stored:

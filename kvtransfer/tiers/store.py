@@ -33,6 +33,10 @@ WRITE_LIMIT_S = 2.0
 """A batch of writes that takes longer ends there: what a worker computes meanwhile waits behind it."""
 FULL_SHARE = 0.9
 """In a full store the bound becomes this share of what the mesh has there."""
+LEAST_BLOCKS = 2
+"""It never becomes less than so many blocks, if it was not before."""
+GROWTH = 1.1
+"""It grows so much for each `AGAIN_S` after which a write succeeds, up to what was asked for."""
 TRIM_CALLS = 100
 VIEW = 2
 """The view has room for so many times the bound: it holds blocks that others have removed meanwhile."""
@@ -72,7 +76,8 @@ class StoreTier(IndexedTier):
         if max_bytes < form.max_bytes:
             raise ValueError(f"kv_store_gb: {max_bytes} bytes are less than a block of {form.block_bytes}")
         super().__init__(VIEW * max_bytes, clock)
-        self._bound = max_bytes
+        self._bound = self._configured_bytes = max_bytes
+        self._grow_at = float("inf")
         self._blocks, self._form, self._shown_url = blocks, form, shown_url
         self._total_bytes = 0
         self._known: dict[BlockName, _Known] = {}
@@ -201,17 +206,25 @@ class StoreTier(IndexedTier):
             if change.is_done:
                 self._learn(name, keep_s)
                 self.counts.num_written += 1
+        if change.is_done and self._clock() >= self._grow_at:
+            self._grow()
+
+    def _grow(self) -> None:
+        """Come nearer to the bound that was asked for: a full store does not stay full."""
+        self._bound = min(self._configured_bytes, int(GROWTH * self._bound) + self._form.max_bytes)
+        self._grow_at = float("inf") if self._bound == self._configured_bytes else self._clock() + AGAIN_S
 
     def _shrink(self) -> None:
-        wanted = max(self._form.max_bytes, int(FULL_SHARE * self._blocks.trim(self.max_bytes).num_bytes))
-        self._bound = min(self._bound, wanted)
+        wanted = max(LEAST_BLOCKS * self._form.max_bytes, int(FULL_SHARE * self._blocks.trim(self.max_bytes).num_bytes))
+        wanted = self._bound = min(self._bound, wanted)
+        self._grow_at = self._clock() + AGAIN_S
         for _ in range(TRIM_CALLS):
             change = self._blocks.trim(wanted)
             with self._lock:
                 self._take(change)
             if change.is_done:
                 break
-        self._refused(f"it has no memory left, and is used for {self.max_bytes / 1e9:.2f} GB from now on")
+        self._refused(f"it has no memory left, and is used for {self.max_bytes / 1e9:.2f} GB, and slowly for more again")
 
     def _take(self, change: Change) -> None:
         self._total_bytes = change.num_bytes

@@ -18,26 +18,7 @@ from kvtransfer.tiers.block_file import HEADER_BYTES, BlockHeader, name_of, rela
 from kvtransfer.tiers.coding import BlockForm
 from kvtransfer.tiers.disk import DiskTier
 from pdmesh.engine.kv_cache.published_blocks import BlockName
-from tests.kvtransfer.tiers.blocks import FORM, IDENTITY, SIZE, block, chain, files_in
-
-FILE = SIZE + HEADER_BYTES
-
-
-def opened(folder: Path, max_blocks: int = 10, identity: bytes = IDENTITY, size: int = SIZE) -> DiskTier:
-    return DiskTier(folder, max_blocks * FILE, BlockForm(identity, size))
-
-
-def content_of(tier: DiskTier, name: BlockName) -> bytes | None:
-    lent = tier.lend(name)
-    if lent is None:
-        return None
-    tier.give_back(name, is_damaged=False)
-    tier.check()
-    return bytes(lent.content)
-
-
-def path_of(folder: Path, name: BlockName) -> Path:
-    return folder / IDENTITY.hex() / relative_path(name)
+from tests.kvtransfer.tiers.blocks import FILE, FORM, IDENTITY, SIZE, block, chain, content_of, files_in, opened, path_of
 
 
 def test_blocks_come_back_also_to_a_later_process(tmp_path: Path) -> None:

@@ -7,8 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvtransfer.tiers import index as tier_index
-from kvtransfer.tiers.index import MOST_VICTIMS, STALE_S, TierIndex
+from kvtransfer.tiers.index import MOST_VICTIMS, STALE_S, TierIndex, _Entry, _Root
 from pdmesh.engine.kv_cache.published_blocks import BlockName, PublishedBlocks, names_of
 
 ROOT, OTHER = b"root", b"other root"
@@ -151,13 +150,13 @@ def test_a_victim_is_found_without_a_look_at_all_roots(num_bytes: int, monkeypat
         for name in chain(*"abc"[: 3 if is_large else 1], root=b"%d" % number):
             index.add(name, num_bytes, 10.0 + number)
     index.max_bytes = index.num_bytes
-    oldest = tier_index._Root.oldest
+    oldest = _Root.oldest
 
-    def counted(root: tier_index._Root) -> tier_index._Entry | None:
+    def counted(root: _Root) -> _Entry | None:
         looks[0] += 1
         return oldest(root)
 
-    monkeypatch.setattr(tier_index._Root, "oldest", counted)
+    monkeypatch.setattr(_Root, "oldest", counted)
     for number in range(200):
         name = chain("new", root=b"new %d" % number)[0]
         [victim] = index.victims(num_bytes, name, 3_000.0)

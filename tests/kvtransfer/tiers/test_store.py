@@ -347,6 +347,30 @@ async def test_a_full_store_is_a_smaller_cache_and_one_warning(
     assert tier.holds(chain(2, b"b")) == [True, True] and size_of(redis) == 18 * VALUE
 
 
+async def test_a_store_that_was_full_is_used_for_more_again(opened: Open, redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier, names = opened(max_blocks=6), chain(12)
+    redis.config_set("maxmemory", 1)
+    write(tier, names)
+    assert tier.max_bytes == 2 * VALUE
+    redis.config_set("maxmemory", 0)
+    for again in ("_write_not_before", "_grow_at"):
+        monkeypatch.setattr(tier, again, 0.0)
+    monkeypatch.setattr(store, "AGAIN_S", 0.0)
+    assert tier.lacks(names) == names
+    write(tier, names)
+    assert tier.max_bytes == 6 * VALUE == size_of(redis)
+
+
+async def test_a_value_of_a_later_version_is_left_alone(opened: Open, redis: Redis) -> None:
+    tier, [name] = opened(), chain(1)
+    write(tier, [name])
+    value = redis.get(key_of(name))
+    assert isinstance(value, bytes)
+    later = value[:8] + b"\x03\x00" + value[10:]
+    redis.set(key_of(name), later)
+    assert tier.lend(name) is None and tier.counts.num_corrupt == 0 and redis.get(key_of(name)) == later
+
+
 async def test_a_store_that_refuses_is_read_all_the_same(opened: Open, redis: Redis, caplog: pytest.LogCaptureFixture) -> None:
     tier, names = opened(), chain(4)
     write(tier, names[:2])
