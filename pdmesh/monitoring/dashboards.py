@@ -245,7 +245,7 @@ def _taken() -> Row:
 
 def workers() -> Dashboard:
     """Return what each worker does, how near it is to its limits, and what speculation gains."""
-    rows = [_limits(), Row("What they do", [*_steps(), *_states()]), _speculation()]
+    rows = [_limits(), Row("What they do", [*_steps(), *_states()]), _reuse(), _speculation()]
     return Dashboard("pdmesh-workers", "pdmesh: workers", rows, [WORKER], "What each worker does")
 
 
@@ -291,6 +291,26 @@ def _states() -> list[Panel]:
 
 def _prompt_tokens(kinds: str) -> str:
     return _rate("pdmesh_engine_tokens_total", "instance", f'{_WORKER_IS}, kind=~"{kinds}"')
+
+
+def _reuse() -> Row:
+    by_source = [
+        Query(f"sum(rate(pdmesh_kv_restored_tokens_total{{{_WORKER_IS}}}{RATE}))", "restored"),
+        Query(f"sum(rate(pdmesh_kv_pulled_tokens_total{{{_WORKER_IS}}}{RATE}))", "fetched"),
+        Query(f'sum(rate(pdmesh_engine_tokens_total{{{_WORKER_IS}, kind="prefilled"}}{RATE}))', "computed"),
+    ]
+    sizes = [
+        Query(f"pdmesh_kv_tier_size_bytes{{{_WORKER_IS}}}", "{{instance}} {{tier}}"),
+        Query(f"pdmesh_kv_tier_capacity_bytes{{{_WORKER_IS}}}", "{{instance}} {{tier}} at most"),
+    ]
+    return Row(
+        "Where KV of prompts comes from",
+        [
+            Panel("Prompt tokens by source", by_source, stacked=True, width=12,
+                  text="A second: restored from the worker's own tiers, fetched from another worker, computed"),
+            Panel("KV in tiers", sizes, "bytes", width=12, text="Beneath the pool: the host's memory, a disk, a store"),
+        ],
+    )  # fmt: skip
 
 
 def _speculation() -> Row:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from router import processes
 from router.api.openai import handlers
 from router.auth import tenants
 from router.config import RouterConfig
-from tests.k8s.kustomize import Manifest
+from tests.k8s.kustomize import FOLDER, Manifest, merged, parsed
 from tests.k8s.meshes import MESHES, Workload, all_containers, manifests, of_kind, workloads
 from tests.k8s.programs import OTHER_VARIABLES, class_of, config_of, environment, is_below, options, quantity
 
@@ -88,6 +89,27 @@ def test_nothing_is_set_twice_and_no_secret_is_a_flag(mesh: str, workload: Workl
     assert set_twice == set()
     paths = {"--api-keys"}  # a file here, which is none
     assert {option.flag for option in known.values() if option.secret} & flags <= paths
+
+
+def test_the_page_gives_workers_a_disk_that_their_program_takes(tls: TlsConfig) -> None:
+    """The patch of docs/kubernetes.md on the base's Deployments: the volume is where KV goes, and has room for it."""
+    page = (FOLDER.parent / "docs/kubernetes.md").read_text(encoding="utf-8")
+    (block,) = (block for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if "PDMESH_KV_DISK" in block)
+    (patch,) = parsed(block)
+    (deployment,) = (each.manifest for each in workloads("overlays/cpu") if each.name == patch["metadata"]["name"])
+    workload = Workload(merged(deployment, patch))
+    (container,) = (each for each in workload.containers if class_of(each) is DecodeConfig)
+    config = config_of(workload, container, tls)
+    assert isinstance(config, DecodeConfig)
+    (volume,) = (each for each in workload.pod["volumes"] if each["name"] == "kv-disk")
+    (mount,) = (each for each in container["volumeMounts"] if each["name"] == "kv-disk")
+    assert config.tiers.kv_disk == mount["mountPath"] and not mount.get("readOnly")
+    size = quantity(volume["emptyDir"]["sizeLimit"])
+    assert config.tiers.kv_disk_gb * 1e9 < size <= quantity(container["resources"]["requests"]["ephemeral-storage"])
+    assert workload.pod["securityContext"]["fsGroup"] == workload.pod["securityContext"]["runAsGroup"]
+    assert (
+        container["resources"]["limits"] and container["env"][0] in deployment["spec"]["template"]["spec"]["containers"][0]["env"]
+    )
 
 
 def test_a_flag_that_no_program_has_is_found(tls: TlsConfig) -> None:

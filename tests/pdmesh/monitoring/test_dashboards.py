@@ -9,11 +9,15 @@ from pathlib import Path
 import pytest
 import yaml  # type: ignore[import-untyped]
 
+from pdmesh.autoscaler import metrics as autoscaler_metrics
 from pdmesh.monitoring import rules
 from pdmesh.monitoring.__main__ import main, manifests, own_files, plain_files
 from pdmesh.monitoring.dashboards import all_dashboards
 from pdmesh.monitoring.manifests import CATALOGUE
 from pdmesh.monitoring.panels import COLUMNS, Dashboard
+from pdmesh.runtime.telemetry.metrics import Instrument
+from pdmesh.worker import metrics as worker_metrics
+from router.telemetry import metrics as router_metrics
 
 ALL = [instrument for instruments in CATALOGUE.values() for instrument in instruments]
 DASHBOARDS = all_dashboards()
@@ -31,6 +35,17 @@ def test_names_of_the_catalogue_are_told_apart() -> None:
     assert len({each.name for each in ALL}) == len({each.family for each in ALL}) == len(ALL)
     for each in ALL:
         assert list(each.buckets) == sorted(set(each.buckets)) and each.help[0].isupper() | each.help[0].isdigit()
+
+
+def test_every_metric_of_a_process_is_in_the_catalogue() -> None:
+    """From which the pages of metrics are made, and by which queries are checked."""
+    made = {
+        value.name
+        for module in (router_metrics, worker_metrics, autoscaler_metrics)
+        for value in vars(module).values()
+        if isinstance(value, Instrument)
+    }
+    assert made == {each.name for each in ALL}
 
 
 @pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda each: each.name)
@@ -55,6 +70,16 @@ def _known() -> set[str]:
 
 def _cells(at: dict[str, int]) -> list[tuple[int, int]]:
     return [(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])]
+
+
+def test_workers_show_where_kv_comes_from_and_what_tiers_hold() -> None:
+    queries = {panel.title: [query.expr for query in panel.queries] for each in DASHBOARDS for panel in each.panels}
+    sources, sizes = queries["Prompt tokens by source"], queries["KV in tiers"]
+    for exprs, metrics in (
+        (sources, ["pdmesh_kv_restored_tokens_total", "pdmesh_kv_pulled_tokens_total", "pdmesh_engine_tokens_total"]),
+        (sizes, ["pdmesh_kv_tier_size_bytes", "pdmesh_kv_tier_capacity_bytes"]),
+    ):
+        assert len(exprs) == len(metrics) and all(metric in expr for metric, expr in zip(metrics, exprs, strict=True))
 
 
 @pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda each: each.name)
