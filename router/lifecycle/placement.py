@@ -28,6 +28,7 @@ from router.lifecycle.decode_session import DecodeSession, WorkerLost
 from router.lifecycle.kv_holder import find_holder
 from router.lifecycle.request import Assignment, Dispatch, PrefillTarget, Request
 from router.routing import worker_reports
+from router.routing.cost_model import PromptWays
 from router.routing.decisions import Decision, cached_of
 from router.routing.filters import NoPlacement, Placement, RoutingRequest, blocks_for, can_hand_over, compatible, has_room
 from router.routing.routing_request import NO_WORKERS, routing_request_of
@@ -231,7 +232,8 @@ class ReserveStage:
     async def _submit(self, dispatch: Dispatch, choice: Placement, routing_request: RoutingRequest) -> Assignment | MeshError:
         """Submit to the chosen worker. Return its error when it refuses; raise an error that only the client can correct."""
         request, decode = dispatch.request, _incarnation(self._core, choice.decode)
-        prefill = _prefill_target(self._core, choice.prefill, routing_request, predicted_s(choice))
+        ways = None if choice.chosen is None else choice.chosen.ways
+        prefill = _prefill_target(self._core, choice.prefill, routing_request, predicted_s(choice), ways)
         if decode is None or (prefill is None and choice.prefill is not None):
             give_up(prefill)
             return Unavailable("the worker has just been lost")
@@ -241,7 +243,7 @@ class ReserveStage:
         sent = Dispatched(
             routing_request.num_choices,
             blocks_for(routing_request.num_tokens, choice.decode),
-            0 if prefill else routing_request.uncached(choice.decode),
+            0 if prefill else routing_request.computed(choice.decode, ways),
             decodes=routing_request.num_choices,
             context=routing_request.num_choices * routing_request.num_tokens,
         )
@@ -349,13 +351,18 @@ def give_up(prefill: PrefillTarget | None) -> None:
 
 
 def _prefill_target(
-    core: RouterContext, view: WorkerSnapshot | None, routing_request: RoutingRequest, predicted_s: float | None = None
+    core: RouterContext,
+    view: WorkerSnapshot | None,
+    routing_request: RoutingRequest,
+    predicted_s: float | None = None,
+    ways: PromptWays | None = None,
 ) -> PrefillTarget | None:
-    """Return the process of a snapshot, with this prompt counted as its load; None if it is gone."""
+    """Return the process of a snapshot, with this prompt counted as its load; None if it is gone. `ways`: those that the policy
+    compared; None: the worker is counted to compute all that its pool lacks."""
     found = _incarnation(core, view)
     if view is None or found is None:
         return None
-    sent = Dispatched(1, blocks_for(routing_request.num_tokens, view), routing_request.uncached(view))
+    sent = Dispatched(1, blocks_for(routing_request.num_tokens, view), routing_request.computed(view, ways))
     found[0].dispatched(sent)
     core.health_recorder.chosen(view.key, Role.PREFILL)
     return PrefillTarget(*found, sent, predicted_s)

@@ -49,6 +49,16 @@ class RoutingRequest:
         """Return the tokens that `worker` has to compute or receive: at least one, as the last is never served from cache."""
         return max(1, self.num_tokens - self.cached_tokens.get(worker.key, 0))
 
+    def computed(self, worker: WorkerSnapshot, ways: PromptWays | None) -> int:
+        """Return the tokens that `worker` will have to compute, at least one: what it restores or fetches, where that is the
+        quickest of its `ways`, is none of them."""
+        held, taken = self.cached_tokens.get(worker.key, 0), "compute" if ways is None else ways.taken
+        if taken == "restore":
+            held = max(held, self.restorable_tokens.get(worker.key, 0))
+        elif taken == "fetch":
+            held = max((held, *self.cached_tokens.values()))
+        return max(1, self.num_tokens - held)
+
 
 def is_away(worker: WorkerSnapshot | None, routing_request: RoutingRequest) -> bool:
     """Return whether `worker` is none of those on which the request's session was last."""

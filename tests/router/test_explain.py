@@ -9,10 +9,12 @@ import pytest
 
 from pdmesh.v1 import common_pb2, mesh_pb2, worker_pb2
 from router.api.explain import message_of, reason_of
+from router.fleet.worker import Dispatched, Worker
 from router.flow_control.ttft_predictor import TtftPredictor
 from router.lifecycle import stages
-from router.routing.cost_model import OutputLengths, Overhead, Overheads
+from router.routing.cost_model import OutputLengths, Overhead, Overheads, PromptWays
 from router.routing.decisions import Decision, Decisions
+from router.routing.filters import Candidate, Placement, RoutingRequest
 from router.routing.worker_snapshot import Mode
 from router.telemetry.timings import RequestTimings
 from tests.router import stub_prefill
@@ -177,6 +179,46 @@ def test_a_candidate_says_what_each_way_to_have_its_prompt_was_predicted_to_take
     (alone,) = message_of(Decision("r", "predict", 0, 0, 400, 2, computed, demand.cached_tokens)).candidates
     assert alone.ttft_ms == alone.compute_ms == pytest.approx(shown.compute_ms)
     assert not alone.fetch_ms and not alone.restore_ms and "KV" not in alone.note
+
+
+def test_a_worker_is_counted_to_compute_what_it_neither_restores_nor_fetches() -> None:
+    """Where computing is the quickest way, or nothing was predicted, that is all that its pool lacks."""
+    holder, prefill = worker("d0"), worker("p0")
+    demand = replace(DEMAND, cached_tokens={holder.key: 320, prefill.key: 16}, restorable_tokens={prefill.key: 160})
+    rest = demand.num_tokens
+    counts = {
+        None: rest - 16,
+        PromptWays(1.0, 2.0, 3.0): rest - 16,
+        PromptWays(3.0, 1.0, 2.0): rest - 160,
+        PromptWays(3.0, 2.0, 1.0): rest - 320,
+        PromptWays(3.0, fetch_s=1.0): rest - 320,
+    }
+    assert {ways: demand.computed(prefill, ways) for ways in counts} == counts
+    whole = replace(demand, cached_tokens={holder.key: rest})
+    assert whole.computed(prefill, PromptWays(3.0, fetch_s=1.0)) == 1
+
+
+async def test_a_prompt_that_is_fetched_is_no_load_of_the_worker_that_fetches_it(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the worker's next report."""
+    counted: list[int] = []
+    really = Worker.dispatched
+
+    def noted(self: Worker, sent: Dispatched) -> None:
+        counted.extend([sent.tokens] if sent.tokens else [])
+        really(self, sent)
+
+    monkeypatch.setattr(Worker, "dispatched", noted)
+    fetching = PromptWays(3.0, fetch_s=1.0)
+    monkeypatch.setattr(Placement, "chosen", property(lambda self: Candidate(self.decode, self.prefill, 0, True, ways=fetching)))
+    monkeypatch.setattr(RoutingRequest, "computed", lambda self, view, ways: 7 if ways is fetching else 1000)
+    async with running_mesh(model_folder, policy="predict") as mesh:
+        for mode in (mesh_pb2.PREFILL_MODE_LOCAL, mesh_pb2.PREFILL_MODE_REMOTE):
+            asked = request(max_tokens=2)
+            asked.options.mode = mode
+            await mesh.generate(asked)
+    assert counted == [7, 7]  # where it decodes, it computes nothing
 
 
 def test_reasons_name_the_largest_difference() -> None:
