@@ -135,6 +135,16 @@ class DiskTier(IndexedTier):
             self._others, self._others_bytes = others, others_bytes
             self._set_bound()
 
+    def refresh(self) -> None:
+        try:
+            self._rescan_if_due()
+        except OSError as error:
+            self._refused(error)
+
+    def _rescan_if_due(self) -> None:
+        if time.monotonic() > self._scanned + RESCAN_S:
+            self.rescan()
+
     def _set_bound(self) -> None:
         """Say what the others leave to the index, under the lock; less than nothing where they have more than the bound."""
         self._index.max_bytes = self._wanted_bytes - self._others_bytes
@@ -239,8 +249,7 @@ class DiskTier(IndexedTier):
 
     def write(self, name: BlockName, block: BlockBytes, keep_s: float) -> None:
         try:
-            if time.monotonic() > self._scanned + RESCAN_S:
-                self.rescan()
+            self._rescan_if_due()
             pieces = self._form.pack(name, block)
             size = sum(piece.nbytes for piece in pieces)
             if self._make_room(name, size):

@@ -267,3 +267,13 @@ def test_workers_that_share_a_folder_write_the_same_block_at_once(tmp_path: Path
     assert not caplog.records and [tier.counts.num_written for tier in tiers] == [40, 40]
     assert [content_of(tiers[0], name) for name in names] == [bytes(block(number).content) for number in range(40)]
     assert len(files_in(tmp_path)) == 40
+
+
+def test_a_worker_that_writes_nothing_learns_what_others_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs, [name] = opened(tmp_path), opened(tmp_path), chain(1)
+    ours.write(name, block(1), 0.0)
+    theirs.refresh()
+    assert theirs.holds([name]) == [False]  # it has just looked
+    monkeypatch.setattr(disk, "RESCAN_S", -1.0)
+    theirs.refresh()
+    assert theirs.holds([name]) == [True] and theirs.take_changes() == [name]
