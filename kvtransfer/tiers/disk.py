@@ -191,11 +191,11 @@ class DiskTier(IndexedTier):
         size = status.st_size
         if name in self._index or (size == self._form.max_bytes and name not in self._foreign):
             return True
-        is_readable = is_installed()
         try:
             header = BlockHeader.unpack(_header_of(path))
             if size != HEADER_BYTES + header.num_stored:
                 raise BadBlockFile(f"it has {size} bytes, not {HEADER_BYTES + header.num_stored}")
+            is_readable = not header.width or is_installed()
         except BadBlockFile as error:
             self._remove_bad(name, str(error))
             return False

@@ -274,3 +274,17 @@ def test_what_dead_workers_of_older_models_left_is_removed(tmp_path: Path) -> No
         os.utime(path, (0, 0))
     opened(tmp_path)
     assert not partial.exists() and not empty.exists() and (folder / relative_path(name)).exists()
+
+
+def test_a_file_of_a_later_version_that_another_worker_replaced_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "is_installed", lambda: False)
+    tier, other, [name] = opened(tmp_path), opened(tmp_path), chain(1)
+    tier.write(name, block(1), 0.0)
+    path, content = path_of(tmp_path, name), path_of(tmp_path, name).read_bytes()
+    path.write_bytes(content[:8] + b"\x03\x00" + content[10:])
+    assert tier.lend(name) is None
+    tier.rescan()
+    assert tier.holds([name]) == [False]
+    other.write(name, block(1), 0.0)
+    tier.rescan()
+    assert content_of(tier, name) == bytes(block(1).content) and tier.max_bytes == 10 * FILE
