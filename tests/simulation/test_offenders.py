@@ -21,6 +21,7 @@ ENGINE = "the engine's own thread: VirtualThread of engine.py takes its place"
 RANKS = "tensor parallelism: a simulated engine has one rank"
 DEVICES = "a GPU's memory or streams: a simulated engine has none"
 TCP = "environment/byte_stream.py makes simulated sockets of them; numeric addresses are not looked up"
+TIERS = "simulated tiers have threads in virtual time (tiers.py)"
 TLS = "certificates: a simulated mesh has none"
 START = "the start of a real process, its end or its ports: simulated ones are started by mesh.py"
 SYNC = "the synchronous client: simulated clients are asyncio's"
@@ -37,6 +38,8 @@ ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
     ("kvtransfer.transports.tcp", "socket.create_server"): (1, TCP),
     ("kvtransfer.transports.tcp", "socket.getaddrinfo"): (1, TCP),
     ("kvtransfer.transports.tcp", "socket.socket"): (1, TCP),
+    ("kvtransfer.tiers.threads", "queue.SimpleQueue"): (1, TIERS),
+    ("kvtransfer.tiers.threads", "threading.Thread"): (1, TIERS),
     ("pdmesh.client.channel", "grpc.aio.secure_channel"): (1, TLS),
     ("pdmesh.client.channel", "grpc.insecure_channel"): (1, SYNC),
     ("pdmesh.client.channel", "grpc.secure_channel"): (1, SYNC),
