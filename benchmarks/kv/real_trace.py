@@ -28,7 +28,7 @@ from pdmesh.simulator.workers.spec import KNOWN_STEPS, WorkerSpec
 from pdmesh.v1 import worker_pb2, worker_pb2_grpc
 
 TRACE = "mooncake_conversation_trace.jsonl"
-NUM_REQUESTS, SPEEDUP, MAX_TOKENS = 110, 0.12, 4000
+NUM_REQUESTS, SPEEDUP, MAX_TOKENS = 80, 0.12, 4000
 """A tenth of the lengths on one core, at an eighth of the trace's pace: some 0.35 requests a second."""
 POOL_MB = 384
 FETCH_BYTES_PER_S, TIER_BYTES_PER_S, TIER_BYTES = 1e9, 1e9, 8e9

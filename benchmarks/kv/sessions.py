@@ -23,7 +23,7 @@ from pdmesh.loadtest.workload import Arrivals, TrafficClass, Workload
 TURNS, QUESTION, ANSWER, THINK_S = 8, 372, 128, 2.0
 RATES = (0.03, 0.06, 0.12)
 """Sessions a second: from one that both meshes keep up with to one that neither does."""
-WINDOW_S, WARMUP_S = 75.0, 25.0
+WINDOW_S, WARMUP_S = 60.0, 20.0
 POOL_MB = 192
 """Of each worker: some 8 700 tokens, two of these conversations at their end."""
 BYTES_PER_TOKEN = 30 * 2 * 3 * 64 * 2

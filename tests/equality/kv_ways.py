@@ -96,18 +96,19 @@ class Watch:
         return await self.look()
 
 
-async def forced_ways(task: Task, folder: Path) -> AsyncIterator[Outcome]:
+async def forced_ways(task: Task, folder: Path, *, kills: bool = True) -> AsyncIterator[Outcome]:
     """(b) REMOTE, (c) LOCAL, (d) together, (g) decode worker killed, (h) router killed, (f) preempted, with KV that is brought;
     `folder` gets the disks. What was restored and what was fetched is evidence by itself."""
-    async for outcome in first_ways(task, folder):
+    async for outcome in first_ways(task, folder, kills=kills):
         yield outcome
-    async for outcome in ways_started_again(task, folder):
+    async for outcome in ways_started_again(task, folder, kills=kills):
         yield outcome
     yield await _preempted(task, folder)
 
 
-async def first_ways(task: Task, folder: Path) -> AsyncIterator[Outcome]:
-    """Those of a mesh that finds nothing in `folder`."""
+async def first_ways(task: Task, folder: Path, *, kills: bool = True) -> AsyncIterator[Outcome]:
+    """Those of a mesh that finds nothing in `folder`. `kills`: also with a decode worker killed; answers of a tiny model whose
+    prompts are cached are over before the blow falls."""
     async with forced_mesh(task, Room.of(task), folder) as mesh:
         ask, watch = partial(mesh_runs.run, mesh.router_addresses, task.prompts, task.draw, task.num_tokens), Watch(mesh)
         # LOCAL first: for some seconds a router takes what it has sent to a worker for cached there, and names no holder.
@@ -123,11 +124,12 @@ async def first_ways(task: Task, folder: Path) -> AsyncIterator[Outcome]:
         yield Outcome("KV forced: mesh REMOTE, restored from host memory", tokens, found[kv_counts.HOST])
         yield Outcome("KV forced: mesh REMOTE, restored from disk", tokens, found[kv_counts.DISK])
 
-        killed = await decode_killed(mesh, ask)
-        yield replace(killed, way=f"KV forced: {killed.way}")
+        if kills:
+            killed = await decode_killed(mesh, ask)
+            yield replace(killed, way=f"KV forced: {killed.way}")
 
 
-async def ways_started_again(task: Task, folder: Path) -> AsyncIterator[Outcome]:
+async def ways_started_again(task: Task, folder: Path, *, kills: bool = True) -> AsyncIterator[Outcome]:
     """Those of a mesh that finds what another one has left in `folder`."""
     async with forced_mesh(task, Room.of(task), folder) as mesh:
         ask, watch = partial(mesh_runs.run, mesh.router_addresses, task.prompts, task.draw, task.num_tokens), Watch(mesh)
@@ -138,8 +140,9 @@ async def ways_started_again(task: Task, folder: Path) -> AsyncIterator[Outcome]
         found = await watch.settled()
         brought = found[kv_counts.RESTORED] + found[kv_counts.FETCHED]
         yield Outcome("KV forced: mesh started again, REMOTE together, restored or fetched", mesh_runs.tokens(streams), brought)
-        killed = await router_killed(mesh, ask)
-        yield replace(killed, way=f"KV forced: {killed.way}")
+        if kills:
+            killed = await router_killed(mesh, ask)
+            yield replace(killed, way=f"KV forced: {killed.way}")
 
 
 async def _asked_backwards(task: Task, mesh: LocalMesh) -> list[list[int]]:
