@@ -123,7 +123,7 @@ def rate(num_bytes: int, work: Callable[[], object]) -> float:
 
 
 async def restored(kv_tiers: KVTiers, num_bytes: int) -> float:
-    request = EngineRequest("r", tuple(range(1, NUM_BLOCKS * BLOCK_SIZE + 2)), SamplingParams(max_tokens=1))
+    request = EngineRequest("r", tuple(range(1, NUM_BLOCKS * BLOCK_SIZE + 2)), SamplingParams(max_tokens=1), cache_root=ROOT)
     began = time.perf_counter()
     if (await kv_tiers.restore(request)).num_tokens != NUM_BLOCKS * BLOCK_SIZE:
         raise AssertionError("not all blocks came back")

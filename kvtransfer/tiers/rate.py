@@ -13,7 +13,8 @@ FIXED_S = 0.001
 WORTH = 0.8
 """A restore has to be predicted to take less than this share of the computation that it saves."""
 PATIENCE = 4.0
-"""A tier is waited for so many times as long as predicted, and no longer than the computation takes."""
+"""A tier is waited for so many times as long as predicted, or half of what the computation takes where that is more; and no
+longer than all of it."""
 LEAST_LIMIT_S, FORCED_LIMIT_S = 0.1, 20.0
 ASK_S = 0.05
 """How long a tier that is asked over a network may take to say what it has, where the computation is longer."""
@@ -61,4 +62,4 @@ def is_worth(restore_s: float, saved_s: float) -> bool:
 
 def limit_s(restore_s: float, saved_s: float) -> float:
     """Return how long to wait for a restore that should take `restore_s` and saves `saved_s` of computation."""
-    return max(LEAST_LIMIT_S, min(saved_s, PATIENCE * restore_s))
+    return max(LEAST_LIMIT_S, min(saved_s, max(PATIENCE * restore_s, saved_s / 2)))
