@@ -139,12 +139,12 @@ async def figures(num_each: int) -> list[Figure]:
             say(f"{shape}, restarted {number + 1}/{NUM_ROUNDS}: {cold[WITH][-1]:.3f} s with, {cold[WITHOUT][-1]:.3f} s without")
     ratio = statistics.median(fetched / computed for fetched, computed in zip(cold[WITH], cold[WITHOUT], strict=True))
     name = f"TTFT of a turn after 4, prefill workers started anew, with the way back, of that without it, {shape}"
-    found = [Figure(name, round(ratio, 3), "ratio", "lower", goal="<= 0.5")]
+    found = [Figure(name, round(ratio, 3), "ratio", "lower", goal=0.5)]
     for conversations, how in ((handed_over, "all prompts handed over"), (by_policy, "as the router decides")):
         name = f"TTFT of turns 2 to {TURNS} with the way back, of that without it, {shape}, {how}"
-        found.append(Figure(name, round(conversations.ratio, 3), "ratio", "lower", goal="<= 0.5"))
+        found.append(Figure(name, round(conversations.ratio, 3), "ratio", "lower", goal=0.5))
         for key, words in ((WITH, "with"), (WITHOUT, "without")):
             milliseconds = round(1000 * statistics.median(conversations.later_s[key]), 1)
             found.append(Figure(f"TTFT of turns 2 to {TURNS} {words} the way back, {shape}, {how}", milliseconds, "ms", "lower"))
     name = f"TTFT of prompts that no worker has seen with the way back, of that without it, {shape}"
-    return [*found, Figure(name, round(statistics.median(fresh), 3), "ratio", "lower", goal="<= 1.01")]
+    return [*found, Figure(name, round(statistics.median(fresh), 3), "ratio", "lower", goal=1.01)]

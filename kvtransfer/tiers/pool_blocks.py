@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvtransfer.framing import checksum, copy_runs, room_for
 from kvtransfer.manifest import KVMemory
-from kvtransfer.native.library import Runs
+from kvtransfer.native.library import Runs, address_of, native
 from kvtransfer.staging import StagedMemory
 from kvtransfer.stream import all_settled
 from kvtransfer.tiers.base import BlockBytes
@@ -75,17 +75,18 @@ class ViewedBlocks:
 
     def _read(self, block_ids: Sequence[int], contents: Sequence[memoryview]) -> list[int]:
         with self._memory.memory() as pool:
-            return [
-                copy_runs(0, content, pool, runs, is_cold=True)
-                for content, runs in zip(contents, np.ascontiguousarray(self._runs_of(block_ids)[:, :, [1, 0, 2]]), strict=True)
-            ]
+            runs = self._runs_of(block_ids)[:, :, [1, 0, 2]]
+            return [copy_runs(0, content, pool, each, is_cold=True) for content, each in zip(contents, runs, strict=True)]
 
     def _write(self, block_ids: Sequence[int], contents: Sequence[memoryview]) -> list[int]:
+        library = native()
         with self._memory.memory() as pool:
-            return [
-                copy_runs(0, pool, content, runs, is_cold=True)
-                for content, runs in zip(contents, self._runs_of(block_ids), strict=True)
-            ]
+            runs = self._runs_of(block_ids)
+            if library is None:
+                return [copy_runs(0, pool, content, each) for content, each in zip(contents, runs, strict=True)]
+            runs[:, :, 0] += address_of(pool)
+            runs[:, :, 1] += np.array([address_of(content) for content in contents], np.int64)[:, np.newaxis]
+            return [library.copy(0, each, streams=True) for each in runs]
 
     def _runs_of(self, block_ids: Sequence[int]) -> NDArray[np.int64]:
         """Return the runs of each block, [blocks, planes, 3]."""

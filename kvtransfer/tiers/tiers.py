@@ -32,8 +32,8 @@ from pdmesh.engine.request import EngineRequest
 from pdmesh.runtime import failpoints
 from pdmesh.sampling_params import SamplingParams
 
-BATCH_BYTES = 4 << 20
-"""What is read or written at once: so much is pinned, and in a buffer."""
+BATCH_BYTES = 16 << 20
+"""What is read at once. Smaller batches spend their time on the way between threads."""
 READ_AHEAD = 4
 """Batches that are read at once, as many as there are threads for it."""
 ASSUMED_BYTES_PER_S = {"host": 4e9, "disk": 5e8, "store": 2e8}
@@ -104,7 +104,7 @@ class KVTiers:
         self.tiers = tuple(tiers)
         self._rates = {tier.name: ReadRate(ASSUMED_BYTES_PER_S[tier.name]) for tier in tiers}
         self._reading = {tier.name: TierThreads(READ_AHEAD, name=f"kv-{tier.name}-read", is_behind=False) for tier in tiers}
-        self._behind = WriteBehind(tiers, self._tools.sharing, self._tools.blocks, self._batch_blocks)
+        self._behind = WriteBehind(tiers, self._tools.sharing, self._tools.blocks)
 
     @property
     def block_bytes(self) -> int:

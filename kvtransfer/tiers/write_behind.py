@@ -24,6 +24,8 @@ from pdmesh.engine.kv_cache.published_blocks import BlockName
 
 PERIOD_S = 0.05
 """Between two looks whether there is something to write, or to tell."""
+BATCH_BYTES = 4 << 20
+"""What is written at once: so much is pinned, and copied."""
 REFRESH_S = 30.0
 """Between two looks what others have done to a tier that they share."""
 WAIT_S = 2.0
@@ -36,12 +38,12 @@ MAX_REFUSED = 1 << 16
 class WriteBehind:
     """Write, forget and tell. Everything is called on the event loop."""
 
-    def __init__(self, tiers: Sequence[Tier], sharing: KVSharing, blocks: PoolBlocks, batch_blocks: int) -> None:
+    def __init__(self, tiers: Sequence[Tier], sharing: KVSharing, blocks: PoolBlocks) -> None:
         """Start a writing thread for each tier, which comes behind everything else."""
         self._tiers = tuple(tiers)
         self._sharing = sharing
         self._blocks = blocks
-        self._batch_blocks = batch_blocks
+        self._batch_blocks = max(1, BATCH_BYTES // blocks.block_bytes)
         self._threads = {tier.name: TierThreads(1, name=f"kv-{tier.name}-write", is_behind=True) for tier in tiers}
         self._writes: dict[str, Future[None]] = {}  # the last one of each tier
         self._refresh_at = 0.0
