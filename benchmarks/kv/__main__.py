@@ -11,12 +11,12 @@ from benchmarks.harness import MODEL, Measured, Suite
 from benchmarks.kv import conversations, costs, real_trace, sessions, shared, tiers
 
 PARTS: Mapping[str, Callable[[], Measured]] = {
-    "conversations, 1 + 1": partial(conversations.figures, 1),
-    "conversations, 2 + 2": partial(conversations.figures, 2),
-    "sessions, 1 + 1": partial(sessions.figures, 1),
-    "sessions, 2 + 2": partial(sessions.figures, 2),
-    "sessions, vLLM": sessions.peer_figures,
-    "shared prompts": shared.figures,
+    "conversations-1+1": partial(conversations.figures, 1),
+    "conversations-2+2": partial(conversations.figures, 2),
+    "sessions-1+1": partial(sessions.figures, 1),
+    "sessions-2+2": partial(sessions.figures, 2),
+    "sessions-vllm": sessions.peer_figures,
+    "shared": shared.figures,
     "tiers": tiers.figures,
     "costs": costs.figures,
     "trace": real_trace.figures,

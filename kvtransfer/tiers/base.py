@@ -42,6 +42,8 @@ class Tier(Protocol):
     """As in metrics and logs: host, disk, store."""
     is_remote: bool
     """Whether what it has is known only by asking (`find`)."""
+    may_be_shared: bool
+    """Whether others may have written to it what this process is about to write (`look`)."""
     counts: TierCounts
 
     @property
@@ -83,6 +85,9 @@ class Tier(Protocol):
     def forget(self, names: Iterable[BlockName]) -> None:
         """Give up blocks whose content turned out to be useless."""
 
+    def look(self, names: Iterable[BlockName]) -> None:
+        """Find out which of these blocks others have written."""
+
     def refresh(self) -> None:
         """Look what others have done to what is shared with them."""
 
@@ -95,7 +100,7 @@ class Tier(Protocol):
 class IndexedTier(ABC):
     """Keep what all tiers have: an index under a lock, and the changes of it."""
 
-    is_remote = False
+    is_remote = may_be_shared = False
 
     def __init__(self, max_bytes: int, clock: Callable[[], float]) -> None:
         """`clock`: seconds, by which blocks were used."""
@@ -160,6 +165,9 @@ class IndexedTier(ABC):
         for name in names:
             if self.lend(name) is not None:
                 self.give_back(name, is_damaged=True)
+
+    def look(self, names: Iterable[BlockName]) -> None:  # noqa: B027  the same
+        """Do nothing: nobody else writes to it."""
 
     def refresh(self) -> None:  # noqa: B027  what a tier of its own memory has to do: nothing
         """Do nothing: nobody shares it."""

@@ -10,12 +10,14 @@ model's folder, is refused.
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtransfer.framing import checksum
+from kvtransfer.framing import checksum, room_for
 from pdmesh.engine.kv_cache.published_blocks import BlockName
 
 MAGIC = b"PDMKVBLK"
@@ -123,3 +125,49 @@ def is_storable(name: BlockName) -> bool:
 def partial_path(path: Path, serial: str) -> Path:
     """Return where a file is written before it gets its name."""
     return path.with_name(f".{path.name[:32]}.{serial}{PARTIAL}")
+
+
+def write_all(file: int, parts: list[memoryview]) -> None:
+    """Write all of these bytes. Raises OSError."""
+    while parts:
+        written = os.writev(file, parts)
+        while parts and written >= parts[0].nbytes:
+            written -= parts.pop(0).nbytes
+        if parts:
+            parts[0] = parts[0][written:]
+
+
+def open_to_read(path: Path) -> int:
+    """Open a file to read; a symlink is refused, and a pipe does not wait for a writer."""
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
+def header_of(path: Path) -> bytes:
+    """Return the beginning of a file, as long as a header. Raises OSError."""
+    file = open_to_read(path)
+    try:
+        return os.pread(file, HEADER_BYTES, 0)
+    finally:
+        os.close(file)
+
+
+def read_file(path: Path, max_bytes: int) -> memoryview:
+    """Return what a file holds. Raises OSError, also for a symlink, or BadBlockFile for a longer file or none."""
+    file = open_to_read(path)
+    try:
+        status = os.fstat(file)
+        size = status.st_size
+        if not stat.S_ISREG(status.st_mode):
+            raise BadBlockFile("it is no file")
+        if size > max_bytes:
+            raise BadBlockFile(f"it has {size} bytes, not {max_bytes} or less")
+        whole = room_for(size)
+        position = 0
+        while position < size:
+            got = os.preadv(file, [whole[position:]], position)
+            if not got:
+                raise BadBlockFile(f"it ends after {position} bytes")
+            position += got
+        return whole
+    finally:
+        os.close(file)

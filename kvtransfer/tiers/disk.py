@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from kvtransfer.framing import room_for
 from kvtransfer.tiers.base import BlockBytes, IndexedTier
 from kvtransfer.tiers.block_file import (
     HEADER_BYTES,
@@ -30,10 +29,13 @@ from kvtransfer.tiers.block_file import (
     BadBlockFile,
     BlockHeader,
     UnknownVersion,
+    header_of,
     is_storable,
     name_of,
     partial_path,
+    read_file,
     relative_path,
+    write_all,
 )
 from kvtransfer.tiers.coding import BlockForm, CannotDecode, is_installed
 from kvtransfer.tiers.index import MOST_VICTIMS
@@ -64,6 +66,7 @@ class DiskTier(IndexedTier):
     """Hold blocks in files. Satisfies `Tier`. Times are those of the system's clock, as files have them."""
 
     name = "disk"
+    may_be_shared = True
 
     def __init__(self, folder: Path, max_bytes: int, form: BlockForm, clock: Callable[[], float] = time.time) -> None:
         """Find what the folder holds. Raises ValueError where not one block fits, OSError where the identity's own folder cannot
@@ -192,7 +195,7 @@ class DiskTier(IndexedTier):
         if name in self._index or (size == self._form.max_bytes and name not in self._foreign):
             return True
         try:
-            header = BlockHeader.unpack(_header_of(path))
+            header = BlockHeader.unpack(header_of(path))
             if size != HEADER_BYTES + header.num_stored:
                 raise BadBlockFile(f"it has {size} bytes, not {HEADER_BYTES + header.num_stored}")
             is_readable = not header.width or is_installed()
@@ -313,7 +316,7 @@ class DiskTier(IndexedTier):
         file = self._create(partial)
         try:
             try:
-                _write_all(file, pieces)
+                write_all(file, pieces)
                 failpoints.hit("tier.write")
             finally:
                 os.close(file)
@@ -390,7 +393,7 @@ class DiskTier(IndexedTier):
     def _read(self, name: BlockName) -> BlockBytes | None:
         path = self._own / relative_path(name)
         try:
-            block = self._form.unpack(name, _read_file(path, self._form.max_bytes))
+            block = self._form.unpack(name, read_file(path, self._form.max_bytes))
         except FileNotFoundError:  # another worker has removed it
             with self._lock:
                 self._forget(name)
@@ -421,6 +424,16 @@ class DiskTier(IndexedTier):
             with contextlib.suppress(OSError):
                 os.utime(path)
 
+    def look(self, names: Iterable[BlockName]) -> None:
+        for name in self.lacks(names):
+            path = self._own / relative_path(name)
+            with contextlib.suppress(OSError):
+                status = os.lstat(path)
+                if stat.S_ISREG(status.st_mode) and self._is_whole(name, path, status):
+                    with self._lock:
+                        self._index.add(name, status.st_size, status.st_mtime)
+                        self._changes.append(name)
+
     def give_back(self, name: BlockName, *, is_damaged: bool) -> None:
         with self._lock:
             self._index.let_go(name)
@@ -450,47 +463,3 @@ def _listed(folder: str | Path) -> list[os.DirEntry[str]]:
 def _entries(folder: os.DirEntry[str]) -> list[os.DirEntry[str]]:
     """Return what is in a folder; a symlink to one, or something else, is none. Raises OSError."""
     return _listed(folder.path) if folder.is_dir(follow_symlinks=False) else []
-
-
-def _write_all(file: int, parts: list[memoryview]) -> None:
-    while parts:
-        written = os.writev(file, parts)
-        while parts and written >= parts[0].nbytes:
-            written -= parts.pop(0).nbytes
-        if parts:
-            parts[0] = parts[0][written:]
-
-
-def _open(path: Path) -> int:
-    """Open a file to read; a symlink is refused, and a pipe does not wait for a writer."""
-    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-
-
-def _header_of(path: Path) -> bytes:
-    file = _open(path)
-    try:
-        return os.pread(file, HEADER_BYTES, 0)
-    finally:
-        os.close(file)
-
-
-def _read_file(path: Path, max_bytes: int) -> memoryview:
-    """Return what a file holds. Raises OSError, also for a symlink, or BadBlockFile for a longer file or none."""
-    file = _open(path)
-    try:
-        status = os.fstat(file)
-        size = status.st_size
-        if not stat.S_ISREG(status.st_mode):
-            raise BadBlockFile("it is no file")
-        if size > max_bytes:
-            raise BadBlockFile(f"it has {size} bytes, not {max_bytes} or less")
-        whole = room_for(size)
-        position = 0
-        while position < size:
-            got = os.preadv(file, [whole[position:]], position)
-            if not got:
-                raise BadBlockFile(f"it ends after {position} bytes")
-            position += got
-        return whole
-    finally:
-        os.close(file)

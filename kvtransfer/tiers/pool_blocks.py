@@ -32,8 +32,8 @@ class PoolBlocks(Protocol):
     def block_bytes(self) -> int:
         """Return the bytes of a block in all layers."""
 
-    async def read(self, block_ids: Sequence[int]) -> list[BlockBytes]:
-        """Return what these blocks hold, copied."""
+    async def read(self, block_ids: Sequence[int], threads: TierThreads | None = None) -> list[BlockBytes]:
+        """Return what these blocks hold, copied, by these threads where some are given."""
 
     async def write(self, block_ids: Sequence[int], blocks: Sequence[BlockBytes]) -> list[bool]:
         """Write blocks; return which of them are as their CRC says. The others' blocks hold anything."""
@@ -56,20 +56,22 @@ class ViewedBlocks:
         self._runs: Runs = np.stack([index * memory.num_blocks * size, index * size, np.full(planes, size)], axis=1)
         self._piece_bytes = size
 
-    async def read(self, block_ids: Sequence[int]) -> list[BlockBytes]:
+    async def read(self, block_ids: Sequence[int], threads: TierThreads | None = None) -> list[BlockBytes]:
         contents = [room_for(self.block_bytes) for _ in block_ids]
-        crcs = await self._copied(block_ids, contents, self._read)
+        crcs = await self._copied(block_ids, contents, self._read, threads or self._threads)
         return [BlockBytes(content, crc) for content, crc in zip(contents, crcs, strict=True)]
 
     async def write(self, block_ids: Sequence[int], blocks: Sequence[BlockBytes]) -> list[bool]:
-        crcs = await self._copied(block_ids, [block.content for block in blocks], self._write)
+        crcs = await self._copied(block_ids, [block.content for block in blocks], self._write, self._threads)
         return [crc == block.crc for crc, block in zip(crcs, blocks, strict=True)]
 
-    async def _copied(self, block_ids: Sequence[int], contents: Sequence[memoryview], copy: _Copy) -> list[int]:
+    async def _copied(
+        self, block_ids: Sequence[int], contents: Sequence[memoryview], copy: _Copy, threads: TierThreads
+    ) -> list[int]:
         """Return the CRCs of copies that all threads make, each of neighbours."""
-        share = -(-len(block_ids) // self._threads.num_threads)
+        share = -(-len(block_ids) // threads.num_threads)
         parts = [slice(start, start + share) for start in range(0, len(block_ids), max(1, share))]
-        copies = [self._threads.submit(partial(copy, block_ids[part], contents[part])) for part in parts]
+        copies = [threads.submit(partial(copy, block_ids[part], contents[part])) for part in parts]
         await all_settled(copies)
         return [crc for each in copies for crc in each.result()]
 
@@ -104,16 +106,17 @@ class StagedBlocks:
         self._shape = (memory.num_layers, planes, size)
         self.block_bytes = memory.num_layers * planes * size
 
-    async def read(self, block_ids: Sequence[int]) -> list[BlockBytes]:
+    async def read(self, block_ids: Sequence[int], threads: TierThreads | None = None) -> list[BlockBytes]:
+        threads = threads or self._threads
         contents = np.empty((len(block_ids), *self._shape), np.uint8)
         mark = self._memory.marks.now()
         for layers, blocks in self._cells(len(block_ids)):
             filled = await self._memory.fetch(layers, [block_ids[index] for index in blocks], mark)
             try:
-                await self._threads.run(_into(contents[blocks.start : blocks.stop, layers.start : layers.stop], filled.view))
+                await threads.run(_into(contents[blocks.start : blocks.stop, layers.start : layers.stop], filled.view))
             finally:
                 self._memory.give_back(filled)
-        return await self._threads.run(lambda: [_summed(content) for content in contents])
+        return await threads.run(lambda: [_summed(content) for content in contents])
 
     async def write(self, block_ids: Sequence[int], blocks: Sequence[BlockBytes]) -> list[bool]:
         are_whole = await self._threads.run(lambda: [checksum([each.content]) == each.crc for each in blocks])

@@ -45,6 +45,7 @@ class WriteBehind:
         self._blocks = blocks
         self._batch_blocks = max(1, BATCH_BYTES // blocks.block_bytes)
         self._threads = {tier.name: TierThreads(1, name=f"kv-{tier.name}-write", is_behind=True) for tier in tiers}
+        self._copying = TierThreads(1, name="kv-tier-copy-out", is_behind=True)
         self._writes: dict[str, Future[None]] = {}  # the last one of each tier
         self._refresh_at = 0.0
         self._serial = itertools.count(1)
@@ -89,6 +90,7 @@ class WriteBehind:
         for name in wanted:
             self._refused.pop(name, None)
         lacking: dict[BlockName, list[Tier]] = {}
+        await self._look(list(wanted))
         for tier in self._ready():
             for name in tier.lacks(wanted):
                 lacking.setdefault(name, []).append(tier)
@@ -99,6 +101,13 @@ class WriteBehind:
             batch = [(name, block, wanted[name]) for name, block in blocks.items() if tier in lacking[name]]
             if batch:
                 self._writes[tier.name] = self._threads[tier.name].submit(partial(tier.write_batch, batch))
+        await self._settled()
+
+    async def _look(self, names: Sequence[BlockName]) -> None:
+        """Have tiers look which of these blocks others have written to them already."""
+        for tier in self._ready():
+            if tier.may_be_shared:
+                self._writes[tier.name] = self._threads[tier.name].submit(partial(tier.look, names))
         await self._settled()
 
     def _ready(self) -> list[Tier]:
@@ -120,7 +129,7 @@ class WriteBehind:
         try:
             found = await self._sharing.pin_any(pin_id, [name.block_hash for name in names])
             pinned = {name: block_id for name, block_id in zip(names, found, strict=True) if block_id is not None}
-            blocks = await self._blocks.read(list(pinned.values())) if pinned else []
+            blocks = await self._blocks.read(list(pinned.values()), self._copying) if pinned else []
             return dict(zip(pinned, blocks, strict=True))
         finally:
             self.is_moving = False
@@ -163,5 +172,5 @@ class WriteBehind:
 
     def close(self) -> None:
         """Let the threads end; one that a disk holds is left behind."""
-        for threads in self._threads.values():
+        for threads in (self._copying, *self._threads.values()):
             threads.close()

@@ -277,3 +277,14 @@ def test_a_worker_that_writes_nothing_learns_what_others_wrote(tmp_path: Path, m
     monkeypatch.setattr(disk, "RESCAN_S", -1.0)
     theirs.refresh()
     assert theirs.holds([name]) == [True] and theirs.take_changes() == [name]
+
+
+def test_what_another_worker_has_written_is_not_written_again(tmp_path: Path) -> None:
+    ours, theirs, names = opened(tmp_path), opened(tmp_path), chain(3)
+    ours.write(names[0], block(0), 0.0)
+    ours.write(names[2], block(2), 0.0)
+    overwritten(20)(path_of(tmp_path, names[2]))
+    theirs.look(names)
+    assert theirs.lacks(names) == [names[1]] and theirs.take_changes() == [names[0], names[2]]
+    assert content_of(theirs, names[0]) == bytes(block(0).content)
+    assert content_of(theirs, names[2]) is None  # its header is looked at when it is read
