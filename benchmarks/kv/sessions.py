@@ -21,11 +21,11 @@ from pdmesh.loadtest.targets.target import Target
 from pdmesh.loadtest.workload import Arrivals, TrafficClass, Workload
 
 TURNS, QUESTION, ANSWER, THINK_S = 8, 372, 128, 2.0
-RATES = (0.03, 0.06, 0.12)
-"""Sessions a second: from one that both meshes keep up with to one that neither does."""
+RATES = (0.06, 0.12)
+"""Sessions a second: some three at a time, and some six."""
 WINDOW_S, WARMUP_S = 60.0, 20.0
-POOL_MB = 192
-"""Of each worker: some 8 700 tokens, two of these conversations at their end."""
+POOL_MB = 104
+"""Of each worker: some 4 700 tokens, one of these conversations at its end."""
 BYTES_PER_TOKEN = 30 * 2 * 3 * 64 * 2
 VLLM_BLOCK, MAX_CONTEXT = 128, 8192
 """Tokens of a block of vLLM on a CPU."""
