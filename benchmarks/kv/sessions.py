@@ -63,7 +63,7 @@ async def figures(num_each: int) -> list[Figure]:
         targets: dict[str, Target] = {}
         for name in (WITH, WITHOUT):
             sources = {"has_tiers": name == WITH, "fetches": name == WITH}
-            mesh = running("--kv-memory-mb", str(POOL_MB), prefill=num_each, decode=num_each, **sources)
+            mesh = running("--kv-memory-mb", str(POOL_MB), "--max-context", "4608", prefill=num_each, decode=num_each, **sources)
             meshes[name] = await stack.enter_async_context(mesh)
             targets[name] = target = GrpcTarget(",".join(meshes[name].router_addresses), GrpcSettings())
             stack.push_async_callback(target.close)
