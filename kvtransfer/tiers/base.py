@@ -77,7 +77,7 @@ class Tier(Protocol):
 
     def lend_batch(self, names: Sequence[BlockName]) -> list[BlockBytes]:
         """Return the blocks up to the first that is gone, or is not as it was written and is forgotten. Their CRCs are to be
-        compared by the reader, who calls `give_back` for each."""
+        compared by the reader, which calls `give_back` for each."""
 
     def give_back(self, name: BlockName, *, is_damaged: bool) -> None:
         """End the loan of a block; a damaged one is forgotten and counted."""
@@ -167,10 +167,10 @@ class IndexedTier(ABC):
                 self.give_back(name, is_damaged=True)
 
     def look(self, names: Iterable[BlockName]) -> None:  # noqa: B027  the same
-        """Do nothing: nobody else writes to it."""
+        """Do nothing: no other process writes to it."""
 
     def refresh(self) -> None:  # noqa: B027  what a tier of its own memory has to do: nothing
-        """Do nothing: nobody shares it."""
+        """Do nothing: no other process shares it."""
 
     @abstractmethod
     def give_back(self, name: BlockName, *, is_damaged: bool) -> None:

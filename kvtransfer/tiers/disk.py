@@ -153,7 +153,7 @@ class DiskTier(IndexedTier):
         self._index.max_bytes = self._wanted_bytes - self._others_bytes
 
     def _own_files(self) -> Iterator[tuple[BlockName, float, int]]:
-        with contextlib.suppress(FileNotFoundError):  # somebody has removed it; it is made again for the next file
+        with contextlib.suppress(FileNotFoundError):  # it was removed; it is made again for the next file
             for root in _listed(self._own):
                 with self._passing_over(root.path):
                     yield from self._files_of(root)
@@ -185,7 +185,7 @@ class DiskTier(IndexedTier):
                 logger.warning("the folder for KV: %s is passed over, as is what else cannot be read: %s", path, error.strerror)
 
     def _remove_old(self, file: os.DirEntry[str], status: os.stat_result) -> None:
-        """Remove a partial file that nobody writes any more."""
+        """Remove a partial file that no process writes any more."""
         if file.name.endswith(PARTIAL) and stat.S_ISREG(status.st_mode) and status.st_mtime < self._clock() - PARTIAL_S:
             os.unlink(file.path)
 

@@ -337,7 +337,7 @@ class KVTiers:
 
 
 class _Read:
-    """Read a batch from its tier in a thread; what was lent is given back, also where nobody waits for it any more."""
+    """Read a batch from its tier in a thread; what was lent is given back, also where no request waits for it any more."""
 
     def __init__(self, threads: TierThreads, batch: _Batch) -> None:
         self.batch = batch

@@ -30,7 +30,7 @@ class MeshChanges:
 
 
 class MeshBlocks:
-    """Hold the blocks, and who holds each. Its size is `num_pairs`, of block and worker."""
+    """Hold the blocks, and the workers that hold each. Its size is `num_pairs`, of block and worker."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, MeshBlock] = {}

@@ -1,4 +1,4 @@
-"""Who has KV that a worker may fetch for a request, in place of computing it (docs/kv_transfer.md, "Fetching KV")."""
+"""Find the worker whose KV another worker may fetch for a request, and not compute (docs/kv_transfer.md, "Fetching KV")."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def find_holder(
     request_id: str,
     pinned: tuple[WorkerKey, int] | None = None,
 ) -> prefill_pb2.KVHolder | None:
-    """Return the worker that has most KV which the worker `ours` may fetch; None: nobody has more than it.
+    """Return the worker that has most KV which the worker `ours` may fetch; None: no worker has more than it.
 
     `pinned`: the decode worker of the reservation with the tokens that it holds pinned, which is certain, while the index may be
     late. `request_id` spreads requests over equal holders.

@@ -1,6 +1,6 @@
-"""The events of a prefix cache with token ids, for readers outside the mesh who name blocks in their own way.
+"""The events of a prefix cache with token ids, for readers outside the mesh that name blocks in their own way.
 
-It is kept only where somebody asks for it: the other log (block_pool.py) has hashes alone, and costs no tokens. What it holds is
+It is kept only where a reader asks for it: the other log (block_pool.py) has hashes alone, and costs no tokens. What it holds is
 bounded by the pool: a block that is stored and removed between two readings cancels itself out, so there are at most as many
 changes as blocks that the reader has been told of, and blocks that are cached now. So nothing is ever lost here.
 """

@@ -50,7 +50,7 @@ class PublishedBlocks:
             self.num_dropped += 1
 
     def withdraw(self, names: Iterable[BlockName]) -> None:
-        """Record blocks whose content turned out to be useless: who has copied them gives them up."""
+        """Record blocks whose content turned out to be useless: tiers that have copied them give them up."""
         for name in names:
             self._keep_s.pop(name, None)
             self._withdrawn.append(name)

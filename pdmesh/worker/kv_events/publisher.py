@@ -257,7 +257,7 @@ class ZmqPublisher:
         self._reply(asker, b"", END, b"")
 
     def _wait_for_list(self, asker: bytes) -> None:
-        if len(self._askers) < MAX_ASKERS:  # one who gets no answer asks again
+        if len(self._askers) < MAX_ASKERS:  # one that gets no answer asks again
             self._askers.append(asker)
         if not self._needs_list:
             self._needs_list = True

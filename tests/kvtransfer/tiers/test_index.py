@@ -1,4 +1,4 @@
-"""Which blocks a tier gives up: leaves first, the least recently used, and nobody's equal part to others."""
+"""Which blocks a tier gives up: leaves first, the least recently used, and no root's equal part to others."""
 
 from __future__ import annotations
 
