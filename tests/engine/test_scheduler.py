@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -30,7 +32,7 @@ class Bench:
         self.num_arrived = 0
         self.reserved: list[int] = []
 
-    def add(self, prompt: range, n: int = 1, emitted: tuple[tuple[int, ...], ...] = ()) -> Sequence:
+    def add(self, prompt: Iterable[int], n: int = 1, emitted: tuple[tuple[int, ...], ...] = ()) -> Sequence:
         request = EngineRequest(str(self.num_arrived), tuple(prompt), SamplingParams(max_tokens=99, n=n), emitted)
         group = SequenceGroup(request, self.num_arrived, Phase.ACTIVE)
         self.num_arrived += 1
@@ -354,4 +356,84 @@ def test_who_lacks_a_block_takes_none_from_the_guesses_of_the_same_step() -> Non
     assert bench.step(guess=a) == {a: 1, b: 1}
     assert len(a.block_ids) == 4
     assert bench.step() == {a: 1, b: 1, c: 8}
+    bench.check()
+
+
+def test_a_prompt_waits_for_blocks_that_another_computes() -> None:
+    bench = Bench(num_blocks=64, budget=64)
+    first, equal, other = bench.add(range(100)), bench.add(range(96)), bench.add(range(200, 210))
+    assert bench.step() == {other: 10, first: 54}
+    assert bench.step() == {other: 1, first: 46}, "there is room for `equal`, but what it lacks is computed in this step"
+    assert bench.step() == {other: 1, first: 1, equal: 4}, "its last block is its own"
+    bench.check()
+
+
+def test_what_comes_behind_a_prompt_that_waits_for_another_one_does_not_wait() -> None:
+    bench = Bench(num_blocks=64, budget=64)
+    first, equal, later = bench.add(range(100)), bench.add(range(96)), bench.add(range(200, 260))
+    assert bench.step() == {first: 64}
+    assert bench.step() == {first: 36, later: 28}
+    assert bench.scheduler.waiting == [equal]
+
+
+def test_a_prompt_goes_on_where_it_parts_from_the_one_that_it_waited_for() -> None:
+    bench = Bench(num_blocks=64, budget=64)
+    first = bench.add(range(200))
+    bench.step()
+    parting = bench.add([*range(72), *range(300, 320)])
+    assert bench.step() == {first: 64}, "blocks 16 and 17 are computed now"
+    assert bench.step() == {first: 64}
+    assert bench.step() == {first: 8, parting: 20}
+    assert parting.num_cached == 72
+
+
+@pytest.mark.parametrize("how", ["released", "preempted"])
+def test_a_prompt_begins_when_the_one_that_it_waited_for_is_gone(how: str) -> None:
+    bench = Bench(num_blocks=64, budget=64)
+    first, equal = bench.add(range(100)), bench.add(range(96))
+    assert bench.step() == {first: 64}
+    bench.scheduler.discard(first)
+    bench.allocator.release(first)
+    if how == "preempted":
+        bench.scheduler.wait(first)
+        assert bench.step() == {first: 36}, "it is the first in the queue again"
+    assert bench.step() == ({equal: 32} if how == "released" else {first: 1, equal: 4})
+    bench.check()
+
+
+def test_prompts_that_have_little_in_common_do_not_wait() -> None:
+    bench = Bench(num_blocks=64, budget=128)
+    first, equal = bench.add(range(60)), bench.add(range(60))
+    assert bench.step() == {first: 60, equal: 60}
+
+
+def test_a_running_prompt_shares_what_another_has_published_meanwhile() -> None:
+    """One whose blocks were reserved before it began, as on a decode worker that computes it."""
+    bench = Bench(num_blocks=64, budget=64)
+    first, equal = bench.add(range(100)), bench.add(range(96))
+    for sequence in (first, equal):
+        bench.scheduler.discard(sequence)
+        assert bench.allocator.admit(sequence, keep_free=0)
+        bench.scheduler.run(sequence)
+    before = bench.pool.num_free
+    assert bench.step() == {first: 64}
+    assert bench.step() == {first: 36}
+    assert bench.step() == {first: 1, equal: 4}
+    assert equal.block_ids[:23] == first.block_ids[:23]
+    assert bench.pool.num_free == before - 1 + 23, "one is for the first one's output"
+    bench.check()
+
+
+def test_a_prompt_whose_blocks_a_push_reads_keeps_them() -> None:
+    bench = Bench(num_blocks=64, budget=128)
+    first, equal = bench.add(range(100)), bench.add(range(96))
+    equal.group.request = replace(equal.group.request, prefill_only=True)
+    for sequence in (first, equal):
+        bench.scheduler.discard(sequence)
+        assert bench.allocator.admit(sequence, keep_free=0)
+        bench.scheduler.run(sequence)
+    blocks = tuple(equal.block_ids)
+    assert bench.step() == {first: 100, equal: 28}
+    assert bench.step() == {first: 1, equal: 68}
+    assert tuple(equal.block_ids)[:24] == blocks
     bench.check()

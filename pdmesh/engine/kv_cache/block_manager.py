@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
+from itertools import takewhile
+from operator import eq
 
 from pdmesh.engine.errors import InvalidRequest
 from pdmesh.engine.kv_cache.block_events import BlockEventLog, stored_block
@@ -58,6 +60,39 @@ class BlockManager:
         sequence.num_published = len(cached)
         self.num_prefix_hit_tokens += sequence.num_computed
         return True
+
+    def next_hash(self, sequence: Sequence) -> bytes:
+        """Return the hash of the first full block of a prompt that is not in the prefix cache; b"": there is none that it could
+        find there."""
+        num_blocks = self._num_to_find(sequence)
+        if sequence.block_ids:
+            index = sequence.num_computed // self._block_size
+        else:
+            index = len(self.pool.find(self._hashes(sequence, num_blocks)))
+        return self._hashes(sequence, index + 1)[index] if index < num_blocks else b""
+
+    def num_shared_tokens(self, sequence: Sequence, other: Sequence) -> int:
+        """Return how many tokens, in whole blocks, are the beginning of both prompts."""
+        num_blocks = min(self._num_to_find(sequence), self._num_to_find(other))
+        ours, theirs = self._hashes(sequence, num_blocks), self._hashes(other, num_blocks)
+        return sum(self._block_size for _ in takewhile(bool, map(eq, ours, theirs)))
+
+    def adopt(self, sequence: Sequence) -> None:
+        """Let a sequence share blocks that others have published since it got its own, instead of computing its own."""
+        first, rest = divmod(sequence.num_computed, self._block_size)
+        num_blocks = min(self._num_to_find(sequence), len(sequence.block_ids))
+        if rest or first >= num_blocks or not self.pool.find(self._hashes(sequence, first + 1)[first:]):
+            return
+        found = self.pool.find(self._hashes(sequence, num_blocks)[first:])
+        end = first + len(found)
+        self.pool.acquire(found)
+        self.pool.release(sequence.block_ids[first:end])
+        sequence.block_ids[first:end] = found
+        num_tokens = len(found) * self._block_size
+        sequence.num_computed += num_tokens
+        sequence.num_cached += num_tokens
+        sequence.num_published = end
+        self.num_prefix_hit_tokens += num_tokens
 
     def num_missing(self, sequence: Sequence, num_tokens: int) -> int:
         """Return the free blocks that `num_tokens` more tokens take: new ones at the end, and copies of shared ones they write
@@ -174,10 +209,13 @@ class BlockManager:
         sequence.num_published = 0
 
     def _find_prefix(self, sequence: Sequence) -> list[int]:
+        return self.pool.find(self._hashes(sequence, self._num_to_find(sequence)))
+
+    def _num_to_find(self, sequence: Sequence) -> int:
+        """Return how many blocks of a sequence may come from the prefix cache."""
         # Never the last token: its logits have to be computed. Where all tokens need a row of output, all are computed.
         may_find = self._prefix_caching and not sequence.needs_prompt_rows
-        num_blocks = (sequence.num_tokens - 1) // self._block_size if may_find else 0
-        return self.pool.find(self._hashes(sequence, num_blocks))
+        return (sequence.num_tokens - 1) // self._block_size if may_find else 0
 
     def _hashes(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
         hashes = sequence.block_hashes

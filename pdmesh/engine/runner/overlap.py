@@ -15,8 +15,8 @@ waits for a mark behind all that was launched when its blocks were freed (`pdmes
 
 A request that arrives meanwhile waits for the step that is under way, as always, and for one more. No step is launched ahead
 while prompts are computed in the middle, since the scheduler decides how much of them; behind their last tokens one is. Nor while
-a request waits that the scheduler has not refused yet. One that it has refused, for want of blocks, waits until another sequence
-leaves.
+a request waits that the scheduler has not refused yet, or that waits for blocks which another computes. One that it has refused,
+for want of blocks, waits until another sequence leaves.
 
 The token counts that a draw needs are kept on the device (penalties), and its log-probabilities are computed there. Grammars run
 on the host: where one of the sequences has one, no step is ahead.
@@ -150,7 +150,7 @@ class OverlapScheduler:
     def note_refusal(self, plan: SchedulerOutput) -> None:
         """Record whether the scheduler, whose plan this is, tried to admit a request and had no blocks for it. Call it before
         another request can arrive."""
-        has_tried = bool(self._scheduler.waiting) and plan.budget > 0 and not plan.preempted
+        has_tried = bool(self._scheduler.waiting) and plan.budget > 0 and not (plan.preempted or self._scheduler.has_followers)
         self._refused = self._circumstances() if has_tried else None
 
     def _circumstances(self) -> _Refused:

@@ -16,6 +16,7 @@ from functools import partial
 from typing import NamedTuple
 
 from pdmesh.engine.kv_cache.block_manager import BlockCopy, BlockManager
+from pdmesh.engine.scheduler.equal_prompts import EqualPrompts
 from pdmesh.engine.scheduler.sequence import Sequence
 from pdmesh.engine.speculation.draft import NOTHING, Draft
 
@@ -177,6 +178,8 @@ MUCH_SHORTER = 0.5
 
 # One block in this many is kept free for growth when a request is admitted beside running sequences.
 BLOCKS_PER_SPARE = 64
+# So many followers of other prompts (equal_prompts.py) are passed over in the queue, at most, to find one that can begin.
+MOST_PASSED_OVER = 64
 # In a step with prompts, draft tokens get at most this part of the budget: one token in so many.
 PROMPTS_PER_DRAFT = 8
 
@@ -262,6 +265,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.in_step: frozenset[Sequence] = frozenset()  # those that the step under way computes, or may plan to compute
         self.num_preemptions = 0
+        self._equal = EqualPrompts(allocator)
         self._allocator = allocator
         self._pacer = pacer or TpotLimiter()
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -289,7 +293,8 @@ class Scheduler:
         """
         decoding = [sequence for sequence in self.running if sequence.is_going_on]
         plan = SchedulerOutput(self._max_num_batched_tokens, max(1, self._max_logits_rows - len(decoding)))
-        prompts = [sequence for sequence in self.running if not sequence.is_going_on]
+        self._equal = EqualPrompts(self._allocator)
+        prompts = self._equal.leading(sequence for sequence in self.running if not sequence.is_going_on)
         self._plan_all(decoding, plan)
         self._plan_drafts(drafts or {}, plan, beside_prompts=bool(prompts or self.waiting))
         self._limit_prompts(plan, decoding, prompts or self.waiting, now_ns)
@@ -298,6 +303,11 @@ class Scheduler:
         if not plan.preempted or not plan.pieces:  # a sequence that was just preempted must not preempt the next one
             self._plan_waiting(plan)
         return plan
+
+    @property
+    def has_followers(self) -> bool:
+        """Return whether the last plan left out sequences that wait for another's blocks, and may go on behind that step."""
+        return self._equal.has_followers
 
     def num_spare_blocks(self, num_reserved: int) -> int:
         """Return the blocks to leave free when a request is admitted, so that it does not at once preempt a sequence that runs or
@@ -344,7 +354,10 @@ class Scheduler:
             return
         share = plan.budget - min(oldest.num_remaining, math.ceil(OLDEST_SHARE * plan.budget))
         most = MUCH_SHORTER * oldest.num_remaining
-        for sequence in sorted((each for each in (*prompts, *self.waiting) if each.num_remaining <= most), key=_shortest):
+        shorter = sorted((each for each in (*prompts, *self.waiting) if each.num_remaining <= most), key=_shortest)
+        for sequence in shorter[:MOST_PASSED_OVER]:
+            if share > 0 and self._equal.follows(sequence):
+                continue
             if share <= 0 or plan.preempted or not self._overtake(sequence, plan):
                 return
             before = plan.budget
@@ -360,6 +373,7 @@ class Scheduler:
         if not self._admit(sequence, plan, keep_free=num_needed):
             return False
         self.waiting.remove(sequence)
+        self._equal.lead(sequence)
         self.run(sequence)
         return True
 
@@ -401,6 +415,7 @@ class Scheduler:
         victim.num_to_restore = max(victim.num_to_restore, victim.num_computed)
         self._allocator.release(victim)
         victim.was_preempted = True
+        self._equal.withdraw(victim)
         victim.paced_from_ns = 0  # its schedule begins anew: others do not make up for its time without blocks
         self.wait(victim)
         plan.withdraw(victim)
@@ -413,10 +428,19 @@ class Scheduler:
 
     def _admit_waiting(self, plan: SchedulerOutput) -> Iterator[Sequence]:
         # Strictly in order: none overtakes a request that lacks blocks, else small ones would keep a large one out for ever.
-        while self.waiting and plan.chunk(self.waiting[0], plan.budget) and self._admit(self.waiting[0], plan):
-            sequence = self.waiting.pop(0)
-            self.run(sequence)
-            yield sequence
+        # What another prompt computes is no such lack.
+        index = 0
+        while plan.budget > 0 and index < min(len(self.waiting), MOST_PASSED_OVER):
+            sequence = self.waiting[index]
+            if self._equal.follows(sequence):
+                index += 1
+            elif plan.chunk(sequence, plan.budget) and self._admit(sequence, plan):
+                del self.waiting[index]
+                self._equal.lead(sequence)
+                self.run(sequence)
+                yield sequence
+            else:
+                return
 
     def _admit(self, sequence: Sequence, plan: SchedulerOutput, keep_free: int = 0) -> bool:
         admit = partial(self._allocator.admit, sequence, keep_free=self.num_spare_blocks(0) + keep_free)
