@@ -33,6 +33,7 @@ from pdmesh.engine.request import EngineRequest
 from pdmesh.runtime import failpoints
 from pdmesh.sampling_params import SamplingParams
 from pdmesh.v1 import common_pb2, prefill_pb2, transfer_pb2, worker_pb2, worker_pb2_grpc
+from prefill_service.kv_send import LONGEST_CALL_S
 
 TOKEN_BYTES = 32
 ATTEMPT = 1
@@ -46,6 +47,10 @@ WORTH = 0.8
 """The pull has to be predicted to take less than this share of the computation that it saves."""
 PATIENCE = 3.0
 """A pull is given up after so many times its predicted time, or the time of the computation if that is less."""
+WAIT_WORTH, MOST_WAIT_S = 1.1, 30.0
+"""A holder that is still computing the blocks is waited for where that, and the pull, take little longer than computing them
+here: the work is done once."""
+ASK_AGAIN_S = 0.01
 LEAST_LIMIT_S, FORCED_LIMIT_S = 0.1, 20.0
 LEFT_OUT_S, MOST_LEFT_OUT_S = 5.0, 60.0
 """How long a holder is not asked that failed, twice as long each time; and one that cannot send what we can take."""
@@ -96,6 +101,7 @@ class _Pull:
     reservation: common_pb2.Reservation
     expected: ExpectedBlocks
     limit_s: float
+    wait_s: float
     is_open: bool = False  # a push was accepted, and has not failed
     is_fenced: bool = False
     num_tokens: int = 0  # that were committed
@@ -153,6 +159,11 @@ class Decision:
     def limit_s(self) -> float:
         """Return how long it may take."""
         return max(LEAST_LIMIT_S, min(self.saved_s, PATIENCE * self.pull_s))
+
+    @property
+    def wait_s(self) -> float:
+        """Return how long the holder may take to compute what it lacks."""
+        return min(MOST_WAIT_S, max(0.0, WAIT_WORTH * self.saved_s - self.pull_s))
 
 
 FORCED, NOTHING = Decision(0.0, math.inf), Decision(0.0, 0.0)
@@ -221,7 +232,7 @@ class KVPuller:
             decision = self._decide(known, expected.reserved.num_cached_tokens, num_tokens, len(tokens))
             if not decision.is_worth:
                 return 0
-            pull = self._open(wanted, expected, FORCED_LIMIT_S if self._tools.is_forced else decision.limit_s)
+            pull = self._open(wanted, expected, decision)
             return await self._ask(pull, holder, known)
         except (InvalidRequest, RequestTooLarge, DuplicateRequest, UnknownAdapter):
             return 0
@@ -252,8 +263,9 @@ class KVPuller:
         num_bytes = (num_tokens - cached) * self._tools.bytes_per_token
         return Decision(FIXED_S + num_bytes / known.bytes_per_s(time.monotonic()), whole_s - rest_s)
 
-    def _open(self, wanted: EngineRequest, expected: ExpectedBlocks, limit_s: float) -> _Pull:
+    def _open(self, wanted: EngineRequest, expected: ExpectedBlocks, decision: Decision) -> _Pull:
         adapter = wanted.adapter
+        limit_s = FORCED_LIMIT_S if self._tools.is_forced else decision.limit_s
         reservation = common_pb2.Reservation(
             reservation_id=f"{PULL_PREFIX}{next(self._serial)}",
             epoch=self._tools.epoch,
@@ -266,7 +278,7 @@ class KVPuller:
             adapter=adapter.name if adapter else "",
             adapter_digest=adapter.digest if adapter else "",
         )
-        pull = self._pulls[reservation.reservation_id] = _Pull(reservation, expected, limit_s)
+        pull = self._pulls[reservation.reservation_id] = _Pull(reservation, expected, limit_s, decision.wait_s)
         return pull
 
     async def _close(self, request_id: str, pull: _Pull | None) -> None:
@@ -288,9 +300,16 @@ class KVPuller:
         )
         stub = worker_pb2_grpc.WorkerControlStub(self._tools.channel(holder.address))
         await failpoints.hit_async("pull.ask")
-        began = time.monotonic()
+        wait_until = time.monotonic() + pull.wait_s
         try:
-            answer = await stub.SendBlocks(message, timeout=pull.limit_s)
+            while True:
+                began = time.monotonic()
+                message.wait_ms = max(0, round(1000 * (wait_until - began)))
+                timeout_s = pull.limit_s + (2 * LONGEST_CALL_S if message.wait_ms else 0.0)
+                answer = await stub.SendBlocks(message, timeout=timeout_s)
+                if not answer.coming_ms or not message.wait_ms:
+                    break
+                await asyncio.sleep(ASK_AGAIN_S)
         except grpc.aio.AioRpcError as error:
             now = time.monotonic()
             wanted_bytes = round((pull.expected.reserved.num_tokens - cached) * self._tools.bytes_per_token)
@@ -299,7 +318,7 @@ class KVPuller:
             logger.info("no KV came from %s: %s %s", holder.address, error.code().name, error.details())
             return 0
         now = time.monotonic()
-        known.came(answer.num_bytes, now - began, now)
+        known.came(answer.num_bytes, now - began - answer.waited_ms / 1000, now)
         num_tokens = max(0, pull.num_tokens - cached)
         self.counts.num_pulls += 1
         self.counts.num_tokens += num_tokens

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import math
+import time
+from collections.abc import Callable
 
 from kvtransfer.manifest import check_identity, check_same_layout
 from kvtransfer.sender.push import PushJob
@@ -19,6 +23,13 @@ MOST_SENDS = 4
 MAX_HASHES = 1 << 16
 MAX_HASH_BYTES = 64
 MAX_PUSH_S = 60.0
+MOST_WAITS = 64
+"""So many others wait at a time for blocks that are being computed."""
+MAX_WAIT_MS = 60_000
+LONGEST_CALL_S = 0.25
+"""Waits are divided into calls of this length, so that the other worker soon misses one that has stopped."""
+LOOK_SHARE, LEAST_LOOK_S, MOST_LOOK_S = 0.25, 0.005, 0.1
+"""How often is looked whether they are there: after this share of the time that they should still take."""
 RETRY_DELAY_S = 0.1
 
 
@@ -34,8 +45,10 @@ class BlockSender:
         *,
         epoch: int,
         max_tokens: int,
+        compute_s: Callable[[int, int], float | None] = lambda first, last: None,
     ) -> None:
-        """Create it. `max_tokens`: of the longest prompt that there is."""
+        """Create it. `max_tokens`: of the longest prompt that there is. `compute_s(first, last)` predicts the computation of a
+        prompt's tokens; None: the worker cannot tell yet."""
         self._sharing = sharing
         self._sender = sender
         self._identity = identity
@@ -43,15 +56,55 @@ class BlockSender:
         self._epoch = epoch
         self._max_tokens = max_tokens
         self._serial = itertools.count(1)
-        self._num_sends = 0
+        self._compute_s = compute_s
+        self._num_sends = self.num_waits = 0
         self.num_blocks_sent = 0
 
     async def send(self, request: worker_pb2.SendBlocksRequest) -> worker_pb2.SendBlocksResponse:
-        """Push the longest beginning of the blocks that is here. Raises MeshError; nothing stays pinned."""
+        """Push the longest beginning of the blocks that is here, when those have come that a prompt under way computes. Raises
+        MeshError; nothing stays pinned."""
         sharing = self._sharing
         if sharing is None:
             raise Unimplemented("this worker's engine cannot send blocks of its prefix cache")
         self._check(request)
+        began = time.monotonic()
+        try:
+            coming_s = await self._wait(sharing, request)
+            if coming_s:
+                return worker_pb2.SendBlocksResponse(coming_ms=math.ceil(1000 * coming_s))
+            waited_ms = round(1000 * (time.monotonic() - began))
+            response = await self._send(sharing, request)
+        except EngineStopped as error:
+            raise Unavailable(f"this worker is stopping: {error}") from error
+        response.waited_ms = waited_ms
+        return response
+
+    async def _wait(self, sharing: KVSharing, request: worker_pb2.SendBlocksRequest) -> float:
+        """Wait a while for blocks that are being computed, if that should take no longer than the other worker wants to wait.
+        Return how long it should still take, in seconds; 0: they are there, or are not to be waited for."""
+        if not request.wait_ms or self.num_waits >= MOST_WAITS:
+            return 0.0
+        self.num_waits += 1
+        began = time.monotonic()
+        try:
+            while True:
+                waited_s = time.monotonic() - began
+                expected_s = await self._expected_s(sharing, request)
+                if not expected_s or waited_s + expected_s > request.wait_ms / 1000:
+                    return 0.0
+                if waited_s > LONGEST_CALL_S:
+                    return expected_s
+                await asyncio.sleep(min(max(LOOK_SHARE * expected_s, LEAST_LOOK_S), MOST_LOOK_S))
+        finally:
+            self.num_waits -= 1
+
+    async def _expected_s(self, sharing: KVSharing, request: worker_pb2.SendBlocksRequest) -> float:
+        """Return in how many seconds those of the blocks that come should be here; 0: no more come, or it cannot be told."""
+        first = request.reservation.num_cached_tokens // self._layout.block_size
+        _, num_tokens = await sharing.coming(first, tuple(request.hashes))
+        return (self._compute_s(0, num_tokens) or 0.0) if num_tokens else 0.0
+
+    async def _send(self, sharing: KVSharing, request: worker_pb2.SendBlocksRequest) -> worker_pb2.SendBlocksResponse:
         if self._num_sends >= MOST_SENDS:
             raise ResourceExhausted(f"{MOST_SENDS} others are sent blocks already", retry_delay_s=RETRY_DELAY_S)
         pin_id = f"send:{next(self._serial)}"
@@ -64,8 +117,6 @@ class BlockSender:
                 return await self._push(request.reservation, blocks)
             finally:
                 await sharing.unpin(pin_id)
-        except EngineStopped as error:
-            raise Unavailable(f"this worker is stopping: {error}") from error
         finally:
             self._num_sends -= 1
 
@@ -76,6 +127,8 @@ class BlockSender:
             raise InvalidArgument("hashes", f"{len(request.hashes)} are given; give 1 to {MAX_HASHES}")
         if any(not 1 <= len(each) <= MAX_HASH_BYTES for each in request.hashes):
             raise InvalidArgument("hashes", f"a hash has 1 to {MAX_HASH_BYTES} bytes")
+        if request.wait_ms > MAX_WAIT_MS:
+            raise InvalidArgument("wait_ms", f"{request.wait_ms} is too long; wait {MAX_WAIT_MS} at most")
         for name in ("reservation", "identity"):
             if not request.HasField(name):
                 raise InvalidArgument(name, "missing")

@@ -10,7 +10,7 @@ one is read. Under the engine's lock, so also while a step runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from pdmesh.engine.errors import InvalidRequest
 from pdmesh.engine.interface import ExpectedBlocks, ReservedBlocks
@@ -20,9 +20,12 @@ from pdmesh.engine.kv_cache.published_blocks import BlockName, PublishedBlocks
 from pdmesh.engine.request import EngineRequest
 from pdmesh.engine.scheduler.requests import RequestTable
 from pdmesh.engine.scheduler.sequence import Phase
+from pdmesh.engine.scheduler.sequence import Sequence as EngineSequence
 
 FREE_SHARE = 0.25
 """The share of the pool that must stay free beside blocks that are expected."""
+MOST_PROMPTS = 64
+"""So many prompts under way are looked through, at most, for blocks that another worker asks for."""
 
 
 class BlockSharing:
@@ -74,6 +77,23 @@ class BlockSharing:
         pin that is there already."""
         with self._blocks.lock:
             return self._blocks.pin(pin_id, hashes)
+
+    def coming(self, first: int, hashes: Sequence[bytes]) -> tuple[int, int]:
+        """Return how many of some blocks, which follow each other in a prompt from its block `first` on, are here or will be when
+        the prompts under way are computed, and how many tokens of prompts are computed until then: 0, no more blocks come."""
+        with self._blocks.lock:
+            most, num_tokens, num_before = len(self._blocks.pool.find(hashes)), 0, 0
+            for sequence in sorted(self._prompts(), key=lambda each: each.turn)[:MOST_PROMPTS]:
+                num_blocks = self._blocks.num_equal(sequence, first, hashes)
+                if num_blocks > most:
+                    num_ahead = self._blocks.num_tokens_of(first + num_blocks) - sequence.num_computed
+                    most, num_tokens = num_blocks, num_before + max(0, num_ahead)
+                num_before += sequence.num_remaining
+            return most, num_tokens
+
+    def _prompts(self) -> Iterator[EngineSequence]:
+        active = (group for group in self._table if group.phase is Phase.ACTIVE)
+        return (sequence for group in active for sequence in group.sequences if not sequence.is_going_on)
 
     def unpin(self, pin_id: str) -> None:
         """Let go of pinned blocks; idempotent."""

@@ -57,6 +57,10 @@ class KVSharing(Protocol):
     async def pin(self, pin_id: str, hashes: Sequence[bytes]) -> tuple[int, ...]:
         """Keep the longest beginning of these blocks that is here, until `unpin`; return their ids. Raises InvalidRequest."""
 
+    async def coming(self, first: int, hashes: Sequence[bytes]) -> tuple[int, int]:
+        """Return how many of some blocks, which follow each other in a prompt from its block `first` on, are here or will be when
+        the prompts under way are computed, and how many tokens of prompts are computed until then: 0, no more blocks come."""
+
     async def unpin(self, pin_id: str) -> None:
         """Let go of pinned blocks; idempotent."""
 

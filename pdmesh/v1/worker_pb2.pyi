@@ -847,8 +847,13 @@ class SendBlocksRequest(_message.Message):
     HASHES_FIELD_NUMBER: _builtins.int
     RESERVATION_FIELD_NUMBER: _builtins.int
     IDENTITY_FIELD_NUMBER: _builtins.int
+    WAIT_MS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """epoch of the worker that is asked, as the asking one knows it."""
+    wait_ms: _builtins.int
+    """wait_ms is the most time to wait for blocks that a prompt under way here is computing, 60000 at most, over several calls. 0:
+    send what is there.
+    """
     @_builtins.property
     def hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """hashes of blocks that follow each other in a prompt: those of the reservation behind its cached tokens, 1 to 65536. The longest
@@ -870,10 +875,11 @@ class SendBlocksRequest(_message.Message):
         hashes: _abc.Iterable[_builtins.bytes] | None = ...,
         reservation: _common_pb2.Reservation | None = ...,
         identity: _common_pb2.Identity | None = ...,
+        wait_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "reservation", b"reservation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "hashes", b"hashes", "identity", b"identity", "reservation", b"reservation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "hashes", b"hashes", "identity", b"identity", "reservation", b"reservation", "wait_ms", b"wait_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -888,22 +894,30 @@ class SendBlocksResponse(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
+    WAITED_MS_FIELD_NUMBER: _builtins.int
+    COMING_MS_FIELD_NUMBER: _builtins.int
     num_blocks: _builtins.int
     """num_blocks of those that were asked for, the first ones."""
     num_bytes: _builtins.int
     """num_bytes that were moved."""
     transport: _builtins.str
     """transport that moved them."""
+    waited_ms: _builtins.int
+    """waited_ms until they were computed."""
+    coming_ms: _builtins.int
+    """coming_ms: more of the blocks should be computed after about so long, less than wait_ms. Nothing was sent: ask again."""
     def __init__(
         self,
         *,
         num_blocks: _builtins.int = ...,
         num_bytes: _builtins.int = ...,
         transport: _builtins.str = ...,
+        waited_ms: _builtins.int = ...,
+        coming_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_blocks", b"num_blocks", "num_bytes", b"num_bytes", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coming_ms", b"coming_ms", "num_blocks", b"num_blocks", "num_bytes", b"num_bytes", "transport", b"transport", "waited_ms", b"waited_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

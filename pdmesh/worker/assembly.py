@@ -102,13 +102,14 @@ class Worker:
         self.puller = self._kv_puller(served_model)
         self.tiers = kv_tiers_of(config, engine, served_model.layout.block_size, self._prefill_s)
         self._sources = WorkerKVSources(self.tiers, self.puller) if self.tiers or self.puller else None
-        self._blocks = BlockSender(
+        self.block_sender = BlockSender(
             engine.sharing,
             self._sender,
             served_model.identity,
             served_model.layout,
             epoch=self.epoch,
             max_tokens=engine.facts.max_context,
+            compute_s=self._prefill_s,
         )
         self.prefill = self._prefill_servicer(served_model)
         self.decode = DecodeService(config.decode_settings, self._dependencies(served_model))
@@ -155,7 +156,7 @@ class Worker:
             watch_blocks=lambda: watch_blocks(self.kv_events.feed, self.epoch),
             keep_traces=self.tracing.keep,
             release_retained=self.engine.release_retained,
-            send_blocks=self._blocks.send,
+            send_blocks=self.block_sender.send,
             adapters=self.adapters,
         )
         add_decode = decode_pb2_grpc.add_DecodeServiceServicer_to_server

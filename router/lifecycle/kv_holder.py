@@ -23,20 +23,22 @@ def find_holder(
     """Return the worker that has most KV which the worker `ours` may fetch; None: no worker has more than it.
 
     `pinned`: the decode worker of the reservation with the tokens that it holds pinned, which is certain, while the index may be
-    late. `request_id` spreads requests over equal holders.
+    late, or name what the worker is computing for another request now. `request_id` spreads requests over equal holders.
     """
     if not ours.fetch_token_s:
         return None
     key, known = (ours.address, ours.epoch), dispatch.routing_request.cached_tokens
-    found = [(pinned[1], 0, pinned[0])] if pinned is not None else []
+    found = [(pinned[1], True, 0, pinned[0])] if pinned is not None else []
     if len(known) <= MAX_HOLDERS:
         size = ours.layout.block_size
         most = (dispatch.routing_request.num_tokens - 1) // size * size
         least, decode = (pinned[1], pinned[0]) if pinned is not None else (0, None)
-        others = [(other, tokens) for other, tokens in known.items() if tokens > least and other != decode]
-        found += [(min(tokens, most), zlib.crc32(f"{request_id} {other}".encode()), other) for other, tokens in others]
+        others = [(other, tokens) for other, tokens in known.items() if tokens > least]
+        spread = [(zlib.crc32(f"{request_id} {other}".encode()), other, tokens) for other, tokens in others]
+        # What the index says of the decode worker beyond what is pinned is to come, or out of date: others are asked before.
+        found += [(min(tokens, most), other != decode, place, other) for place, other, tokens in spread]
     here = known.get(key, 0)
-    for num_tokens, _, other in sorted(found, reverse=True):
+    for num_tokens, _, _, other in sorted(found, reverse=True):
         if num_tokens > here and other != key and _can_send(core, dispatch, ours, other):
             return prefill_pb2.KVHolder(address=other[0], epoch=other[1], num_tokens=num_tokens)
     return None

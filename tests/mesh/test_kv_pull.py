@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ import grpc
 import grpc.aio
 import pytest
 
+from pdmesh.engine.engine import EngineStep
 from pdmesh.engine.request import EngineRequest
 from pdmesh.runtime import failpoints
 from pdmesh.sampling_params import SamplingParams
@@ -242,6 +244,37 @@ async def test_equal_prompts_fetch_once(pair: Pair) -> None:
     assert all(answer.tokens() == right for answer in answers)
 
 
+@pytest.mark.parametrize("ends", ["whole", "cancelled"])
+async def test_a_prompt_that_the_holder_is_computing_is_computed_once(
+    pair: Pair, ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is sent is what it has computed when it has computed all, or is not going to any more."""
+    for number in range(3):  # so that the holder can tell how long a prompt takes
+        await pair.answer(oracle.prompt_of(20 + number, 300), LOCAL)
+    prompt, size, engine = oracle.prompt_of(11, 640), 640 // BLOCK * BLOCK, pair.decode.engine
+    run_step = engine.run_step
+
+    def slowly(step: EngineStep) -> None:
+        time.sleep(0.1)
+        run_step(step)
+
+    monkeypatch.setattr(engine, "run_step", slowly)
+    before, published = pair.num_prefilled, len(engine.published_blocks()[1])
+    leading = asyncio.ensure_future(pair.answer(prompt, LOCAL))
+    await eventually(lambda: len(engine.published_blocks()[1]) > published)
+    following = asyncio.ensure_future(pair.answer([*prompt, 7]))
+    await eventually(lambda: pair.decode.worker.block_sender.num_waits == 1)
+    if ends == "cancelled":
+        leading.cancel()
+    answer = await following
+    await asyncio.gather(leading, return_exceptions=True)
+    monkeypatch.setattr(engine, "run_step", run_step)
+    num_pulled, num_failed = pair.counts
+    assert num_failed == 0 and pair.num_prefilled - before == 641 - num_pulled
+    assert num_pulled == size if ends == "whole" else 0 < num_pulled < size
+    assert answer.tokens() == await pair.right([*prompt, 7])
+
+
 @pytest.mark.parametrize("action", ["error@1", "delay:4000@1"])
 async def test_a_pull_that_fails_or_is_late_is_computed(pair: Pair, action: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the holder's push that breaks, or stands still for longer than a pull is waited for; afterwards it is left out."""
@@ -311,7 +344,9 @@ async def test_questions_that_are_wrong_are_refused_by_field(pair: Pair) -> None
     huge = common_pb2.Reservation(reservation_id=".1", epoch=1, attempt=1, token=b"x", layout=info.layout)
     huge.num_cached_tokens = 0xFFFFFFF0
     await refused(grpc.StatusCode.INVALID_ARGUMENT, "hashes: 1 blocks behind 4294967280 tokens", reservation=huge)
+    await refused(grpc.StatusCode.INVALID_ARGUMENT, "wait_ms: ", wait_ms=60_001)
     await refused(grpc.StatusCode.NOT_FOUND, "hashes[0]: ")
+    await refused(grpc.StatusCode.NOT_FOUND, "hashes[0]: ", wait_ms=60_000)
     odd = common_pb2.Reservation(reservation_id=".1", epoch=1, attempt=1, token=b"x", layout=info.layout, num_cached_tokens=3)
     await refused(grpc.StatusCode.INVALID_ARGUMENT, "reservation.num_cached_tokens: ", reservation=odd)
     await pair.decode.until_whole()

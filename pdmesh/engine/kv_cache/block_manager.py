@@ -47,6 +47,9 @@ class BlockManager:
     def num_blocks_for(self, num_tokens: int) -> int:
         return num_blocks_for(num_tokens, self._block_size)
 
+    def num_tokens_of(self, num_blocks: int) -> int:
+        return num_blocks * self._block_size
+
     def admit(self, sequence: Sequence, *, keep_free: int) -> bool:
         """Give blocks for all known tokens, shared ones for a cached prefix; False, and none, if fewer than `keep_free` stay
         free."""
@@ -153,6 +156,11 @@ class BlockManager:
     def hashes(self, sequence: Sequence) -> list[bytes]:
         """Return the hashes of all full blocks of a sequence's known tokens."""
         return self._hashes(sequence, sequence.num_tokens // self._block_size)
+
+    def num_equal(self, sequence: Sequence, first: int, hashes: Tokens[bytes]) -> int:
+        """Return how many of some blocks that follow each other are those of a sequence from its block `first` on."""
+        ours = self.hashes(sequence)[first : first + len(hashes)]
+        return sum(1 for _ in takewhile(bool, map(eq, ours, hashes)))
 
     def pin(self, pin_id: str, hashes: Iterable[bytes]) -> tuple[int, ...]:
         """Take a reference of the longest published beginning of a chain, which stays until `unpin`; return the blocks. Raises

@@ -17,7 +17,6 @@ from collections.abc import Iterable
 from pdmesh.engine.kv_cache.block_manager import BlockManager
 from pdmesh.engine.scheduler.sequence import Sequence
 
-
 MIN_SHARED_TOKENS = 64
 """Prompts that have less in common, what is cached included, do not wait for each other."""
 

@@ -169,6 +169,9 @@ class BuiltinSharing:
     async def pin(self, pin_id: str, hashes: Sequence[bytes]) -> tuple[int, ...]:
         return self._engine.calls.now(lambda engine: engine.sharing.pin(pin_id, hashes))
 
+    async def coming(self, first: int, hashes: Sequence[bytes]) -> tuple[int, int]:
+        return self._engine.calls.now(lambda engine: engine.sharing.coming(first, hashes))
+
     async def unpin(self, pin_id: str) -> None:
         self._engine.calls.now(lambda engine: engine.sharing.unpin(pin_id))
 
