@@ -12,6 +12,7 @@ _HOST_HELP = "GB of this process's memory for KV that the block pool has lost; 0
 _DISK_HELP = "folder for KV that the block pool has lost, of this worker or of several on this host; empty: none"
 _STORE_HELP = "Redis in which workers of several hosts share KV, redis://host:port/0; empty: none"
 _COMPRESSION_HELP = "compress KV in --kv-disk and --kv-store, losslessly: where they are slow or small"
+_WRITE_HELP = "write KV to these tiers when it is computed, unless next to nothing of it is used again; always"
 _RESTORE_HELP = "bring KV back from these tiers: where it is quicker than computing it, always, never"
 
 
@@ -25,6 +26,7 @@ class TierConfig:
     kv_store: str = field(default="", metadata={"help": _STORE_HELP, "secret": True})
     kv_store_gb: float = field(default=10.0, metadata={"help": "GB that this mesh's KV in --kv-store may have together"})
     kv_tier_compression: str = field(default="none", metadata={"help": _COMPRESSION_HELP, "choices": ("none", "zstd")})
+    kv_write: str = field(default="auto", metadata={"help": _WRITE_HELP, "choices": ("auto", "always")})
     kv_restore: str = field(default="auto", metadata={"help": _RESTORE_HELP, "choices": ("auto", "always", "off")})
 
     def validate(self) -> None:

@@ -23,6 +23,7 @@ from kvtransfer.stream import to_its_end
 from kvtransfer.tiers.base import BlockBytes, Tier
 from kvtransfer.tiers.pool_blocks import PoolBlocks
 from kvtransfer.tiers.rate import ASK_S, FIXED_S, FORCED_LIMIT_S, PATIENCE, ReadRate, is_worth, limit_s
+from kvtransfer.tiers.reuse import ReuseWatch
 from kvtransfer.tiers.threads import TierThreads
 from kvtransfer.tiers.write_behind import WriteBehind
 from pdmesh.engine.errors import DuplicateRequest, EngineStopped, InvalidRequest, RequestTooLarge, UnknownAdapter
@@ -53,6 +54,7 @@ class TierTools:
     block_size: int
     compute_s: Callable[[int, int], float | None]
     restores: str = "auto"  # auto: where it is quicker than computing; always; off
+    writes: str = "auto"  # auto: what is worth it (reuse.py); always
 
 
 @dataclass
@@ -94,6 +96,7 @@ class KVTiers:
         self._rates: dict[str, ReadRate] = {}
         self._reading: dict[str, TierThreads] = {}
         self._behind: WriteBehind | None = None
+        self._reuse = ReuseWatch() if tools.writes == "auto" else None
         self._under_way: dict[tuple[bytes, ...], asyncio.Event] = {}
         self._serial = itertools.count(1)
         self._num_moving = 0
@@ -104,7 +107,7 @@ class KVTiers:
         self.tiers = tuple(tiers)
         self._rates = {tier.name: ReadRate(ASSUMED_BYTES_PER_S[tier.name]) for tier in tiers}
         self._reading = {tier.name: TierThreads(READ_AHEAD, name=f"kv-{tier.name}-read", is_behind=False) for tier in tiers}
-        self._behind = WriteBehind(tiers, self._tools.sharing, self._tools.blocks)
+        self._behind = WriteBehind(tiers, self._tools.sharing, self._tools.blocks, self._reuse)
 
     @property
     def block_bytes(self) -> int:
@@ -178,6 +181,8 @@ class KVTiers:
         tokens = request.history
         num_here, hashes = await self._tools.sharing.lacking(request.block_root, tokens)
         names = names_of(request.block_root, hashes)
+        if self._reuse is not None:
+            self._reuse.used(names)
         await self._ask(names, num_here, len(tokens))
         batches = self._plan(names, num_here)
         num_blocks = num_here + sum(len(batch.names) for batch in batches)

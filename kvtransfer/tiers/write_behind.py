@@ -18,6 +18,7 @@ from functools import partial
 
 from kvtransfer.tiers.base import BlockBytes, Tier
 from kvtransfer.tiers.pool_blocks import PoolBlocks
+from kvtransfer.tiers.reuse import ReuseWatch
 from kvtransfer.tiers.threads import TierThreads
 from pdmesh.engine.interface import KVSharing
 from pdmesh.engine.kv_cache.published_blocks import BlockName
@@ -38,11 +39,13 @@ MAX_REFUSED = 1 << 16
 class WriteBehind:
     """Write, forget and tell. Everything is called on the event loop."""
 
-    def __init__(self, tiers: Sequence[Tier], sharing: KVSharing, blocks: PoolBlocks) -> None:
-        """Start a writing thread for each tier, which comes behind everything else."""
+    def __init__(self, tiers: Sequence[Tier], sharing: KVSharing, blocks: PoolBlocks, reuse: ReuseWatch | None) -> None:
+        """Start a writing thread for each tier, which comes behind everything else. `reuse` chooses what is written; None: all
+        is."""
         self._tiers = tuple(tiers)
         self._sharing = sharing
         self._blocks = blocks
+        self._reuse = reuse
         self._batch_blocks = max(1, BATCH_BYTES // blocks.block_bytes)
         self._threads = {tier.name: TierThreads(1, name=f"kv-{tier.name}-write", is_behind=True) for tier in tiers}
         self._copying = TierThreads(1, name="kv-tier-copy-out", is_behind=True)
@@ -63,6 +66,7 @@ class WriteBehind:
         while True:
             await self._forget_withdrawn()
             await self.write_some()
+            await self._write_again()
             self._refresh()
             await self.tell()
             await asyncio.sleep(0 if self._sharing.has_published else PERIOD_S)
@@ -71,12 +75,27 @@ class WriteBehind:
         """Wait until `run` has written what was published, for at most so long, so that the worker's successor finds it."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
-                while self._sharing.has_published or self._is_writing:  # noqa: ASYNC110  another thread publishes
+                while self._sharing.has_published or self._is_writing or (self._reuse is not None and self._reuse.has_again):  # noqa: ASYNC110  another thread publishes
                     await asyncio.sleep(FLUSH_PERIOD_S)
 
     async def write_some(self) -> None:
         """Write the blocks that were published first, as many as a batch has."""
-        wanted = dict(await self._sharing.take_published(self._batch_blocks))
+        published = dict(await self._sharing.take_published(self._batch_blocks))
+        if not published:
+            return
+        for name in published:
+            self._refused.pop(name, None)
+        wanted = published if self._reuse is None else self._reuse.chosen(published)
+        await self._write_behind(wanted)
+
+    async def _write_again(self) -> None:
+        """Write blocks that were not worth it when they were published, and have been used since."""
+        used = await self._sharing.take_used()
+        if self._reuse is not None:
+            self._reuse.used(used)
+            await self._write_behind(self._reuse.take_again(self._batch_blocks))
+
+    async def _write_behind(self, wanted: Mapping[BlockName, float]) -> None:
         if not wanted:
             return
         self._is_writing = True
@@ -87,8 +106,6 @@ class WriteBehind:
 
     async def _write(self, wanted: Mapping[BlockName, float]) -> None:
         """Write blocks, each with the seconds for which a session wants it, to the tiers that lack them."""
-        for name in wanted:
-            self._refused.pop(name, None)
         lacking: dict[BlockName, list[Tier]] = {}
         await self._look(list(wanted))
         for tier in self._ready():

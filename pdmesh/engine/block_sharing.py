@@ -124,6 +124,11 @@ class BlockSharing:
         with self._blocks.lock:
             return [] if self._blocks.published is None else self._blocks.published.take(most)
 
+    def take_used(self) -> list[BlockName]:
+        """Return blocks that prompts have found in the prefix cache since the last call."""
+        with self._blocks.lock:
+            return [] if self._blocks.published is None else self._blocks.published.take_used()
+
     def take_withdrawn(self) -> list[BlockName]:
         """Return blocks that were withdrawn since the last call."""
         with self._blocks.lock:

@@ -84,6 +84,9 @@ class KVSharing(Protocol):
         """Return blocks that were published since the last call, the oldest first, with the seconds for which a session wants
         them."""
 
+    async def take_used(self) -> list[BlockName]:
+        """Return blocks that prompts have found in the prefix cache since the last call."""
+
     async def take_withdrawn(self) -> list[BlockName]:
         """Return blocks that were published and turned out to be useless since the last call."""
 

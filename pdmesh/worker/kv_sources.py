@@ -64,6 +64,7 @@ def kv_tiers_of(
         block_size=block_size,
         compute_s=compute_s,
         restores=config.tiers.kv_restore,
+        writes=config.tiers.kv_write,
     )
     return KVTiers(tools)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvtransfer.tiers import write_behind
+from kvtransfer.tiers import reuse, write_behind
 from kvtransfer.tiers.base import BlockBytes
 from kvtransfer.tiers.disk import DiskTier
 from kvtransfer.tiers.settings import TierConfig
@@ -128,6 +128,23 @@ async def test_what_the_pool_has_lost_comes_back_and_gives_the_same_tokens(
             assert [one.tokens(choice) for choice in range(2)] == [other.tokens(choice) for choice in range(2)]
         assert counts.num_tokens >= 3 * (150 // BLOCK) * BLOCK and counts.num_late == 0
         assert tiers_of(pair.prefill).tiers[0].counts.num_corrupt == 0
+
+
+@pytest.mark.parametrize("writes", ["auto", "always"])
+async def test_what_is_not_used_again_is_not_written_until_it_is(
+    model: Model, tiny: Path, tmp_path: Path, writes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reuse, "LEAST_OUTCOMES", 6)
+    monkeypatch.setattr(reuse, "PATIENCE_S", 0.0)
+    async with running_pair(model, tiny, on_disk(tmp_path, kv_write=writes)) as pair:
+        await pair.answer(oracle.prompt_of(1, 100))
+        await written(pair.prefill, num := 100 // BLOCK)
+        await pair.answer(oracle.prompt_of(2, 100))
+        await tiers_of(pair.prefill).flush()
+        num_expected = num if writes == "auto" else 2 * num
+        assert tiers_of(pair.prefill).tiers[-1].num_blocks == num_expected
+        await pair.answer([*oracle.prompt_of(2, 100), 7])
+        await written(pair.prefill, 2 * num)
 
 
 async def test_other_salts_and_cut_chains_restore_nothing(model: Model, tiny: Path, tmp_path: Path) -> None:

@@ -62,6 +62,7 @@ class BlockManager:
         sequence.num_computed = sequence.num_cached = len(cached) * self._block_size
         sequence.num_published = len(cached)
         self.num_prefix_hit_tokens += sequence.num_computed
+        self._note_used(sequence)
         return True
 
     def next_hash(self, sequence: Sequence) -> bytes:
@@ -96,6 +97,7 @@ class BlockManager:
         sequence.num_cached += num_tokens
         sequence.num_published = end
         self.num_prefix_hit_tokens += num_tokens
+        self._note_used(sequence)
 
     def num_missing(self, sequence: Sequence, num_tokens: int) -> int:
         """Return the free blocks that `num_tokens` more tokens take: new ones at the end, and copies of shared ones they write
@@ -141,6 +143,11 @@ class BlockManager:
             retention = sequence.group.retention
             keep_s = 0.0 if retention is None or retention.final else retention.seconds
             self.published.note(names_of(sequence.group.request.block_root, sequence.block_hashes[:end], first), keep_s)
+
+    def _note_used(self, sequence: Sequence) -> None:
+        """Log the blocks that a sequence has found, for tiers."""
+        if self.published is not None and sequence.num_published:
+            self.published.note_used(sequence.group.request.block_root, sequence.block_hashes[: sequence.num_published])
 
     def _note_stored(self, events: BlockEventLog, sequence: Sequence, index: int) -> None:
         start, hashes = index * self._block_size, sequence.block_hashes

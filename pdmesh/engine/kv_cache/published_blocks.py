@@ -6,7 +6,7 @@ that is not read stays small: it drops its oldest names.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -27,6 +27,10 @@ def names_of(root: bytes, hashes: Sequence[bytes], first: int = 0) -> list[Block
     return [BlockName(root, hashes[index - 1] if index else root, hashes[index]) for index in range(first, len(hashes))]
 
 
+MOST_USED = 1024
+"""Prompts whose cached beginnings are logged until they are taken."""
+
+
 class PublishedBlocks:
     """Log published blocks. It is written and read under the engine's lock; `pending` may be called without."""
 
@@ -34,6 +38,7 @@ class PublishedBlocks:
         self._max_blocks = max_blocks
         self._keep_s: OrderedDict[BlockName, float] = OrderedDict()
         self._withdrawn: list[BlockName] = []
+        self._used: deque[tuple[bytes, tuple[bytes, ...]]] = deque(maxlen=MOST_USED)
         self.num_dropped = 0
 
     @property
@@ -54,6 +59,15 @@ class PublishedBlocks:
         for name in names:
             self._keep_s.pop(name, None)
             self._withdrawn.append(name)
+
+    def note_used(self, root: bytes, hashes: Sequence[bytes]) -> None:
+        """Record that a prompt found these blocks, the beginning of a chain."""
+        self._used.append((root, tuple(hashes)))
+
+    def take_used(self) -> list[BlockName]:
+        """Return the blocks that prompts have found since the last call."""
+        used, self._used = self._used, deque(maxlen=MOST_USED)
+        return [name for root, hashes in used for name in names_of(root, hashes)]
 
     def take_withdrawn(self) -> list[BlockName]:
         """Return what was withdrawn since the last call."""

@@ -191,6 +191,9 @@ class BuiltinSharing:
     async def take_published(self, most: int) -> list[tuple[BlockName, float]]:
         return self._engine.calls.now(lambda engine: engine.sharing.take_published(most))
 
+    async def take_used(self) -> list[BlockName]:
+        return self._engine.calls.now(lambda engine: engine.sharing.take_used())
+
     async def take_withdrawn(self) -> list[BlockName]:
         return self._engine.calls.now(lambda engine: engine.sharing.take_withdrawn())
 
