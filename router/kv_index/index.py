@@ -7,7 +7,7 @@ A wrong or missing entry sends a request to a worker without the prefix, which c
 import asyncio
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -133,6 +133,11 @@ class PrefixMemory:
         self._grow_old(now)
         return (blocks for blocks in (self.kept, self._young, self._old) if len(blocks))
 
+    def evicted(self, worker: WorkerKey, names: Collection[int]) -> None:
+        """Remove blocks that the worker has said it lost: it knows better than who sent it their prompt a moment ago."""
+        for blocks in (self.kept, self._young, self._old):
+            blocks.remove(worker, names)
+
     def forget(self, worker: WorkerKey) -> None:
         """Remove a worker that is gone."""
         for blocks in (self.kept, self._young, self._old):
@@ -255,13 +260,16 @@ class PrefixIndex:
         self,
         worker: WorkerKey,
         stored: Sequence[int],
-        evicted: Iterable[int],
+        evicted: Collection[int],
         tier_stored: Sequence[int] = (),
         tier_evicted: Iterable[int] = (),
     ) -> None:
-        """Apply what a worker's cache and its tiers have gained and lost."""
+        """Apply what a worker's cache and its tiers have gained and lost. What it has lost counts no more, even if it was sent
+        the prompt lately; a request on its way there has the blocks stored again."""
         self.told.add(worker, stored)
-        self.told.remove(worker, evicted)
+        if evicted:
+            self.told.remove(worker, evicted)
+            self._sent.evicted(worker, evicted)
         if tier_stored:
             self.tiers.add(worker, tier_stored)
         self.tiers.remove(worker, tier_evicted)

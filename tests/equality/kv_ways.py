@@ -111,7 +111,7 @@ async def first_ways(task: Task, folder: Path, *, kills: bool = True) -> AsyncIt
     prompts are cached are over before the blow falls."""
     async with forced_mesh(task, Room.of(task), folder) as mesh:
         ask, watch = partial(mesh_runs.run, mesh.router_addresses, task.prompts, task.draw, task.num_tokens), Watch(mesh)
-        # LOCAL first: for some seconds a router takes what it has sent to a worker for cached there, and names no holder.
+        # LOCAL first: then the decode workers have what the prefill workers lack, and fetch.
         streams = await ask(mode="local")
         written = (await watch.settled())[kv_counts.WRITTEN]
         yield Outcome("KV forced: mesh LOCAL, written behind", mesh_runs.tokens(streams), written)

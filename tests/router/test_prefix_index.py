@@ -88,6 +88,23 @@ def test_what_was_sent_counts_at_once_and_lapses_where_workers_tell(model: Serve
     assert index.cached_tokens(prepared) == {B: 64}
 
 
+def test_what_a_worker_says_it_has_evicted_counts_no_more_although_it_was_sent_lately(model: ServedModel) -> None:
+    clock = Clock()
+    index, prepared, info = PrefixIndex(1000, clock), job_of(model), info_of(A)
+    names = names_on_wire(prepared, info)
+    index.set_workers([info, info_of(B)])
+    index.set_followed([A, B])
+    index.remember(prepared, [incarnation(info), incarnation(info_of(B))])
+    index.apply(A, names, [])
+    clock.now += IN_FLIGHT_S + 1  # what was sent is in the older generation now
+    index.apply(A, [], names[2:])
+    assert index.cached_tokens(prepared) == {A: 32, B: 64}
+    index.remember(prepared, [incarnation(info)])
+    assert index.cached_tokens(prepared) == {A: 64, B: 64}, "it was sent again since, and will store them"
+    index.apply(A, [], names)
+    assert index.cached_tokens(prepared) == {B: 64}
+
+
 def test_a_worker_that_begins_to_tell_is_believed(model: ServedModel) -> None:
     clock = Clock()
     index, prepared = PrefixIndex(1000, clock), job_of(model)

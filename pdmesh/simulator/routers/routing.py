@@ -62,6 +62,8 @@ class Prefixes:
                 blocks.add(worker, stored)
             if evicted:
                 blocks.remove(worker, evicted)
+        if changes.evicted:
+            self._sent.evicted(worker, changes.evicted)
 
     def forget(self, worker: WorkerKey) -> None:
         """Forget a worker."""
