@@ -28,7 +28,6 @@ from router.lifecycle.decode_session import DecodeSession, WorkerLost
 from router.lifecycle.kv_holder import find_holder
 from router.lifecycle.request import Assignment, Dispatch, PrefillTarget, Request
 from router.routing import worker_reports
-from router.routing.cost_model import PromptWays
 from router.routing.decisions import Decision, cached_of
 from router.routing.filters import NoPlacement, Placement, RoutingRequest, blocks_for, can_hand_over, compatible, has_room
 from router.routing.routing_request import NO_WORKERS, routing_request_of
@@ -233,7 +232,7 @@ class ReserveStage:
         """Submit to the chosen worker. Return its error when it refuses; raise an error that only the client can correct."""
         request, decode = dispatch.request, _incarnation(self._core, choice.decode)
         ways = None if choice.chosen is None else choice.chosen.ways
-        prefill = _prefill_target(self._core, choice.prefill, routing_request, predicted_s(choice), ways)
+        prefill = _prefill_target(self._core, choice, routing_request)
         if decode is None or (prefill is None and choice.prefill is not None):
             give_up(prefill)
             return Unavailable("the worker has just been lost")
@@ -316,15 +315,16 @@ class ReserveStage:
 
 
 def next_prefill(core: RouterContext, dispatch: Dispatch) -> PrefillTarget | None:
-    """Return another prefill worker for an existing reservation; None if all were tried."""
+    """Return another prefill worker for an existing reservation; None if all were tried. From then on the dispatch knows what
+    workers have cached by now."""
     session, fleet_snapshot = dispatch.assigned.session, core.fleet.fleet_snapshot
     decode = fleet_snapshot.get(session.worker.address)
     if decode is None or decode.view.epoch != session.info.epoch:
         return None
     excluded = dispatch.tried | core.health_recorder.left_out(fleet_snapshot, Role.PREFILL)
-    routing_request = routing_request_for(core, dispatch, prefill=excluded)
-    prefill = core.policy.choose_prefill(fleet_snapshot, decode.view, routing_request, time.monotonic())
-    return _prefill_target(core, prefill, routing_request)
+    dispatch.routing_request = routing_request_for(core, dispatch, prefill=excluded)
+    choice = core.policy.choose_prefill(fleet_snapshot, decode.view, dispatch.routing_request, time.monotonic())
+    return None if choice is None else _prefill_target(core, choice, dispatch.routing_request)
 
 
 def routing_request_for(
@@ -350,22 +350,17 @@ def give_up(prefill: PrefillTarget | None) -> None:
         prefill.computed()
 
 
-def _prefill_target(
-    core: RouterContext,
-    view: WorkerSnapshot | None,
-    routing_request: RoutingRequest,
-    predicted_s: float | None = None,
-    ways: PromptWays | None = None,
-) -> PrefillTarget | None:
-    """Return the process of a snapshot, with this prompt counted as its load; None if it is gone. `ways`: those that the policy
-    compared; None: the worker is counted to compute all that its pool lacks."""
-    found = _incarnation(core, view)
+def _prefill_target(core: RouterContext, choice: Placement, routing_request: RoutingRequest) -> PrefillTarget | None:
+    """Return the process of the chosen prefill worker, with this prompt counted as its load: what it lacks, but for what it is
+    predicted to restore or to fetch. None if it is gone, or the choice is LOCAL."""
+    view, found = choice.prefill, _incarnation(core, choice.prefill)
     if view is None or found is None:
         return None
+    ways = None if choice.chosen is None else choice.chosen.ways
     sent = Dispatched(1, blocks_for(routing_request.num_tokens, view), routing_request.computed(view, ways))
     found[0].dispatched(sent)
     core.health_recorder.chosen(view.key, Role.PREFILL)
-    return PrefillTarget(*found, sent, predicted_s)
+    return PrefillTarget(*found, sent, predicted_s(choice))
 
 
 def _incarnation(core: RouterContext, view: WorkerSnapshot | None) -> tuple[Worker, Incarnation] | None:

@@ -183,13 +183,16 @@ class PredictPolicy:
 
     def choose_prefill(
         self, fleet_snapshot: FleetSnapshot, decode: WorkerSnapshot, routing_request: RoutingRequest, now: float
-    ) -> WorkerSnapshot | None:
-        """Return the prefill worker of the cheapest pair with this decode worker; None without one."""
+    ) -> Placement | None:
+        """Return the cheapest pair with this decode worker; None without one."""
         pool = fleet_snapshot.pool_of(decode)
         decodes = [pool.estimates[decode.address]]
         search = _CandidateSearch(pool, routing_request, now, self._overheads, self._count(pool))
         candidates = search.remote(decodes, search.prefills(decodes))
-        return _least(candidates, routing_request).prefill if candidates else None
+        if not candidates:
+            return None
+        best = _least(candidates, routing_request)
+        return Placement(best.decode, best.prefill, "", candidates)
 
     def placed(self, decode: WorkerSnapshot, prefill: WorkerSnapshot | None) -> None:
         """Remember nothing: the snapshots count what was dispatched."""

@@ -30,8 +30,9 @@ class Policy(Protocol):
 
     def choose_prefill(
         self, fleet_snapshot: FleetSnapshot, decode: WorkerSnapshot, routing_request: RoutingRequest, now: float
-    ) -> WorkerSnapshot | None:
-        """Return another prefill worker for a request that has a reservation on `decode`; None without one."""
+    ) -> Placement | None:
+        """Return another prefill worker for a request that has a reservation on `decode`, as a placement there; None without
+        one."""
 
     def placed(self, decode: WorkerSnapshot, prefill: WorkerSnapshot | None) -> None:
         """Note that a request was sent to these workers."""

@@ -253,11 +253,21 @@ def test_a_worker_of_a_large_fleet_that_can_restore_is_found() -> None:
 def test_a_retry_takes_what_fits_the_reservation() -> None:
     foreign, far = worker("p1", identity=("m", "old")), worker("p2", num_waiting_tokens=9000)
     fleet_snapshot = FleetSnapshot([P0, foreign, far, BUSY])
-    assert POLICY.choose_prefill(fleet_snapshot, BUSY, DEMAND, 0.0) == P0
-    assert POLICY.choose_prefill(fleet_snapshot, BUSY, replace(DEMAND, excluded_prefill=frozenset({P0.key})), 0.0) == far
-    assert (
-        POLICY.choose_prefill(fleet_snapshot, BUSY, replace(DEMAND, excluded_prefill=frozenset({P0.key, far.key})), 0.0) is None
-    )
+    taken = []
+    for tried in ((), (P0,), (P0, far)):
+        demand = replace(DEMAND, excluded_prefill=frozenset(each.key for each in tried))
+        choice = POLICY.choose_prefill(fleet_snapshot, BUSY, demand, 0.0)
+        assert choice is None or choice.decode == BUSY
+        taken.append(choice and choice.prefill)
+    assert taken == [P0, far, None]
+
+
+def test_a_retry_compares_the_ways_too() -> None:
+    demand, decode = replace(DEMAND, cached_tokens={D0.key: 320}), worker("d0")
+    choice = POLICY.choose_prefill(FleetSnapshot([FETCHING, decode]), decode, demand, 0.0)
+    assert choice is not None and choice.prefill == FETCHING and choice.chosen is not None
+    assert choice.chosen.ways is not None and choice.chosen.ways.taken == "fetch"
+    assert demand.computed(FETCHING, choice.chosen.ways) == demand.num_tokens - 320
 
 
 def test_remote_finds_the_only_pair_of_a_large_fleet() -> None:

@@ -288,7 +288,8 @@ class SimulatedRouting:
         engine = self.roster.get(decode)
         if engine is None:
             return None
-        return self.policy.choose_prefill(self.roster, engine.view, self.demand(request, now, excluded_prefill=tried), now)
+        choice = self.policy.choose_prefill(self.roster, engine.view, self.demand(request, now, excluded_prefill=tried), now)
+        return None if choice is None else choice.prefill
 
     def demand(
         self,

@@ -65,9 +65,10 @@ class SingleSignalPolicy:
 
     def choose_prefill(
         self, fleet_snapshot: FleetSnapshot, decode: WorkerSnapshot, routing_request: RoutingRequest, now: float
-    ) -> WorkerSnapshot | None:
+    ) -> Placement | None:
         """Return the worker with the least cost among those that fit `decode`; None without one."""
-        return self._prefill(decode, list(fleet_snapshot.views()), routing_request)
+        prefill = self._prefill(decode, list(fleet_snapshot.views()), routing_request)
+        return None if prefill is None else Placement(decode, prefill, f"REMOTE: {prefill.worker_id} is tried next")
 
     def placed(self, decode: WorkerSnapshot, prefill: WorkerSnapshot | None) -> None:
         """Note that a request was sent to these workers."""

@@ -35,7 +35,7 @@ class LastWorker:
 
     def choose_prefill(
         self, fleet_snapshot: FleetSnapshot, decode: WorkerSnapshot, routing_request: RoutingRequest, now: float
-    ) -> WorkerSnapshot | None:
+    ) -> Placement | None:
         return None
 
     def placed(self, decode: WorkerSnapshot, prefill: WorkerSnapshot | None) -> None:
