@@ -55,6 +55,24 @@ class ReadRate:
         self.not_before = now + min(MOST_LEFT_OUT_S, LEFT_OUT_S * 2 ** (self.num_late - 1))
 
 
+TOLD_CHANGE = 1.25
+"""A time that others are told is told anew once it has grown, or shrunk, by this factor."""
+
+
+class ToldTime:
+    """Keep what was said of a measured time, in seconds, while that changes little."""
+
+    def __init__(self) -> None:
+        self._told_s = 0.0
+
+    def told(self, measured_s: float) -> float:
+        """Return what to say: what was said before, unless the measured time is quite another one. 0 is told at once."""
+        least_s, most_s = sorted((self._told_s, measured_s))
+        if most_s > TOLD_CHANGE * least_s:
+            self._told_s = measured_s
+        return self._told_s
+
+
 def is_worth(restore_s: float, saved_s: float) -> bool:
     """Return whether to restore."""
     return restore_s < WORTH * saved_s

@@ -116,8 +116,10 @@ class KVTiers:
 
     @property
     def token_s(self) -> float:
-        """Return how long a token's KV should take to come, in seconds, from the slowest tier; one of another host counts while
-        it is known to have something."""
+        """Return how long a token's KV should take to come, in seconds, from the slowest tier, by what was measured lately; one
+        of another host counts while it is known to have something. 0: nothing comes from tiers (any more)."""
+        if self.is_off:
+            return 0.0
         now = time.monotonic()
         counted = [tier for tier in self.tiers if not tier.is_remote or tier.num_blocks] or self.tiers
         slowest = min((self._rates[tier.name].bytes_per_s(now) for tier in counted), default=0.0)

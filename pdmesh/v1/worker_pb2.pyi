@@ -239,8 +239,8 @@ class WorkerInfo(_message.Message):
     fetches none.
     """
     restore_token_s: _builtins.float
-    """restore_token_s is how long it expects a prompt token's KV to take to come from its own tiers (host memory, disk), in
-    seconds. 0 means that it has none.
+    """restore_token_s is how long it expected, when it started, a prompt token's KV to take to come from its own tiers (host memory,
+    disk), in seconds. 0 means that it has none. LoadReport says what it has measured since.
     """
     @_builtins.property
     def roles(self) -> _containers.RepeatedScalarFieldContainer[Global___Role.ValueType]:
@@ -382,6 +382,7 @@ class LoadReport(_message.Message):
     ADAPTERS_FIELD_NUMBER: _builtins.int
     OLDEST_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_RETAINED_BLOCKS_FIELD_NUMBER: _builtins.int
+    RESTORE_TOKEN_S_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """worker_id of the reporter."""
     epoch: _builtins.int
@@ -438,6 +439,10 @@ class LoadReport(_message.Message):
     """
     num_retained_blocks: _builtins.int
     """num_retained_blocks are cached blocks that are evicted after all others, since requests asked for it."""
+    restore_token_s: _builtins.float
+    """restore_token_s: how long a prompt token's KV takes to come from its own tiers by what it has measured lately, in seconds. It
+    stays as it is while that differs by little. 0 means that its tiers are not used any more. Absent: see WorkerInfo.
+    """
     @_builtins.property
     def roles(self) -> _containers.RepeatedScalarFieldContainer[Global___Role.ValueType]:
         """roles it has now."""
@@ -487,12 +492,15 @@ class LoadReport(_message.Message):
         adapters: _abc.Iterable[_common_pb2.AdapterInfo] | None = ...,
         oldest_prompt_tokens: _builtins.int = ...,
         num_retained_blocks: _builtins.int = ...,
+        restore_token_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["latency_model", b"latency_model", "speculation", b"speculation"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_restore_token_s", b"_restore_token_s", "latency_model", b"latency_model", "restore_token_s", b"restore_token_s", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "age_ms", b"age_ms", "decode_context", b"decode_context", "draining", b"draining", "epoch", b"epoch", "latency_model", b"latency_model", "max_num_seqs", b"max_num_seqs", "num_cached_blocks", b"num_cached_blocks", "num_decoding", b"num_decoding", "num_free_blocks", b"num_free_blocks", "num_generated_tokens", b"num_generated_tokens", "num_handoff_failures", b"num_handoff_failures", "num_held", b"num_held", "num_preemptions", b"num_preemptions", "num_prefilled_tokens", b"num_prefilled_tokens", "num_prefilling", b"num_prefilling", "num_prefix_hit_tokens", b"num_prefix_hit_tokens", "num_reserved", b"num_reserved", "num_retained_blocks", b"num_retained_blocks", "num_running", b"num_running", "num_steps", b"num_steps", "num_total_blocks", b"num_total_blocks", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "oldest_prompt_tokens", b"oldest_prompt_tokens", "pace_s", b"pace_s", "roles", b"roles", "slack_s", b"slack_s", "speculation", b"speculation", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_restore_token_s", b"_restore_token_s", "adapters", b"adapters", "age_ms", b"age_ms", "decode_context", b"decode_context", "draining", b"draining", "epoch", b"epoch", "latency_model", b"latency_model", "max_num_seqs", b"max_num_seqs", "num_cached_blocks", b"num_cached_blocks", "num_decoding", b"num_decoding", "num_free_blocks", b"num_free_blocks", "num_generated_tokens", b"num_generated_tokens", "num_handoff_failures", b"num_handoff_failures", "num_held", b"num_held", "num_preemptions", b"num_preemptions", "num_prefilled_tokens", b"num_prefilled_tokens", "num_prefilling", b"num_prefilling", "num_prefix_hit_tokens", b"num_prefix_hit_tokens", "num_reserved", b"num_reserved", "num_retained_blocks", b"num_retained_blocks", "num_running", b"num_running", "num_steps", b"num_steps", "num_total_blocks", b"num_total_blocks", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "oldest_prompt_tokens", b"oldest_prompt_tokens", "pace_s", b"pace_s", "restore_token_s", b"restore_token_s", "roles", b"roles", "slack_s", b"slack_s", "speculation", b"speculation", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__restore_token_s: _TypeAlias = _typing.Literal["restore_token_s"]  # noqa: Y015
+    _WhichOneofArgType__restore_token_s: _TypeAlias = _typing.Literal["_restore_token_s", b"_restore_token_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__restore_token_s) -> _WhichOneofReturnType__restore_token_s | None: ...
 
 Global___LoadReport: _TypeAlias = LoadReport  # noqa: Y015
 

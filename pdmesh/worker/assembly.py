@@ -14,6 +14,7 @@ from decode_service.service import DecodeService, Dependencies
 from kvtransfer.receiver.delegates import Delegates
 from kvtransfer.receiver.receiver import Receiver
 from kvtransfer.sender.sender import Sender
+from kvtransfer.tiers.tiers import KVTiers
 from kvtransfer.transports.grpc import SERVICE as PUSH_SERVICE
 from kvtransfer.transports.grpc import add_push_service
 from pdmesh.engine.errors import EngineStopped
@@ -93,14 +94,14 @@ class Worker:
         self.kv_events = KVEvents(config.kv_event_settings, engine, served_model.plain_root)
         self.watch = StepWatch(engine.pacer)
         self._experts = ExpertWindow()
-        self.load = self._load_reporter()
+        self.tiers = kv_tiers_of(config, engine, served_model.layout.block_size, self._prefill_s)
+        self.load = self._load_reporter(self.tiers)
         self.load.adapters = self.adapters.infos()
         tls, self.secret = open_tls(config.tls), open_secret(config.mesh_secret)
         _warn_if_open(config, tls, self.secret)
         self._sender = Sender(engine.memory, served_model.identity, served_model.layout, self.epoch, tls=tls, secret=self.secret)
         self._channels = Channels(tls=tls, secret=self.secret, keepalive=PATIENT)
         self.puller = self._kv_puller(served_model)
-        self.tiers = kv_tiers_of(config, engine, served_model.layout.block_size, self._prefill_s)
         self._sources = WorkerKVSources(self.tiers, self.puller) if self.tiers or self.puller else None
         self.block_sender = BlockSender(
             engine.sharing,
@@ -260,7 +261,7 @@ class Worker:
         task.add_done_callback(functools.partial(_report_failure, self._on_failure))
         return task
 
-    def _load_reporter(self) -> LoadReporter:
+    def _load_reporter(self, tiers: KVTiers | None) -> LoadReporter:
         return LoadReporter(
             self.engine,
             self.gate,
@@ -270,6 +271,7 @@ class Worker:
             epoch=self.epoch,
             max_num_seqs=self.engine.facts.max_num_seqs,
             num_handoff_failures=lambda: self.prefill.num_handoff_failures + self.decode.reservations.num_handoff_failures,
+            restore_token_s=None if tiers is None else lambda: tiers.token_s,
         )
 
     def _prefill_servicer(self, served_model: ServedModel) -> PrefillServicer:

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
+from kvtransfer.tiers.rate import ToldTime
 from pdmesh.engine.interface import ServingEngine
 from pdmesh.engine.outputs import EngineStats, StepResult
 from pdmesh.engine.speculation.stats import ProposerStats, SpeculationStats
@@ -140,8 +141,10 @@ class LoadReporter:
         epoch: int,
         max_num_seqs: int,
         num_handoff_failures: Callable[[], int],
+        restore_token_s: Callable[[], float] | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
+        """`restore_token_s()`: how long a token's KV takes to come from the worker's tiers; None: it has none."""
         self._engine = engine
         self._gate = gate
         self._stats = first
@@ -151,6 +154,7 @@ class LoadReporter:
         self._epoch = epoch
         self._max_num_seqs = max_num_seqs
         self._num_handoff_failures = num_handoff_failures
+        self._restore_token_s, self._told_restore = restore_token_s, ToldTime()
         self.adapters: Sequence[common_pb2.AdapterInfo] = ()  # that requests may ask for now
         self._clock_ns = clock_ns
 
@@ -214,4 +218,5 @@ class LoadReporter:
             speculation=None if stats.speculation is None else speculation_message(self._drafts),
             age_ms=math.ceil(1000 * self._age_s()),
             adapters=self.adapters,
+            restore_token_s=None if self._restore_token_s is None else self._told_restore.told(self._restore_token_s()),
         )

@@ -151,8 +151,13 @@ def snapshot_of(
         shares_prompts=described.shares_prompts,
         can_embed=described.can_embed,
         fetch_token_s=described.fetch_token_s,
-        restore_token_s=described.restore_token_s,
+        restore_token_s=_restore_token_s(described, load),
     )
+
+
+def _restore_token_s(described: Described, load: worker_pb2.LoadReport) -> float:
+    """Return what the worker has measured, else what it assumed when it started."""
+    return _token_s(load.restore_token_s) if load.HasField("restore_token_s") else described.restore_token_s
 
 
 def _token_s(reported_s: float) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -287,6 +288,22 @@ async def test_routers_are_told_what_tiers_hold(model: Model, tiny: Path, tmp_pa
         await eventually(lambda: len(tiers_of(pair.prefill).held) == num_files)
         [part] = [part async for part in pair.prefill.control.ListBlocks(worker_pb2.ListBlocksRequest())]
         assert len(part.tier_blocks) == num_files and not part.blocks
+
+
+async def test_routers_are_told_how_fast_tiers_have_proved(model: Model, tiny: Path, tmp_path: Path) -> None:
+    """What is assumed when a worker starts holds no longer than until something was read."""
+    async with running_pair(model, tiny, on_disk(tmp_path)) as pair:
+        tiers, seen = tiers_of(pair.prefill), pair.mesh.router.core.fleet.workers[pair.prefill.info.address]
+
+        def known_s() -> float:
+            return seen.view.restore_token_s if seen.view is not None else 0.0
+
+        await eventually(lambda: known_s() == pytest.approx(pair.prefill.info.restore_token_s, rel=0.25))
+        for _ in range(30):
+            tiers._rates["disk"].came(1 << 20, 1.0, time.monotonic())
+        await eventually(lambda: known_s() > 4 * pair.prefill.info.restore_token_s)  # it forgets what it has learned
+        tiers._switch_off()
+        await eventually(lambda: known_s() == 0.0)
 
 
 def computed_s(token_s: float, first: int, last: int) -> float:

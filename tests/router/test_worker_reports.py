@@ -68,3 +68,11 @@ def test_implausible_times_to_fetch_or_restore_are_taken_for_none() -> None:
         told = info(NEAR)
         told.fetch_token_s = told.restore_token_s = said
         assert (snapshot(told).fetch_token_s, snapshot(told).restore_token_s) == (known, known)
+
+
+def test_what_a_worker_has_measured_of_its_tiers_counts_not_what_it_assumed() -> None:
+    told = info(NEAR)
+    told.restore_token_s = 1e-5
+    for measured, known in ((None, 1e-5), (3e-5, 3e-5), (0.0, 0.0), (-1.0, 0.0), (1.5, 0.0), (float("nan"), 0.0)):
+        load = worker_pb2.LoadReport(restore_token_s=measured)
+        assert snapshot_of(describe(told), load, decode=True).restore_token_s == known

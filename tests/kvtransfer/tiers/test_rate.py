@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtransfer.tiers.rate import FORGOTTEN_S, LEAST_LIMIT_S, LEFT_OUT_S, MOST_LEFT_OUT_S, ReadRate, is_worth, limit_s
+from kvtransfer.tiers.rate import FORGOTTEN_S, LEAST_LIMIT_S, LEFT_OUT_S, MOST_LEFT_OUT_S, ReadRate, ToldTime, is_worth, limit_s
 
 MB = 1 << 20
 
@@ -43,3 +43,9 @@ def test_a_tier_that_is_late_is_left_out_longer_each_time() -> None:
     rate.came(MB, 0.1, 0.0)
     rate.was_late(MB, 1.0, 0.0)
     assert rate.not_before == LEFT_OUT_S
+
+
+def test_a_time_is_told_anew_when_it_has_changed_by_more_than_a_quarter() -> None:
+    time = ToldTime()
+    measured = (1.0, 1.2, 0.85, 1.26, 1.3, 1.0, 0.0, 0.0, 0.5)
+    assert [time.told(seconds) for seconds in measured] == [1.0, 1.0, 1.0, 1.26, 1.26, 1.0, 0.0, 0.0, 0.5]
