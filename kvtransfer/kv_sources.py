@@ -15,17 +15,20 @@ from pdmesh.v1 import common_pb2, prefill_pb2
 
 @dataclass(frozen=True)
 class Brought:
-    """Hold what came into the prefix cache for a request, in tokens, and how long that took, whether something came or not."""
+    """Hold what came into the prefix cache for a request, in tokens, and how long that took, whether something came or not.
+    `fetch_failed`: the holder was asked, and did not send."""
 
     num_restored_tokens: int = 0
     restore_ns: int = 0
     num_fetched_tokens: int = 0
     fetch_ns: int = 0
+    fetch_failed: bool = False
 
     def put(self, timings: common_pb2.PrefillTimings) -> None:
         """Write it into the timings of the request."""
         timings.restore_ns, timings.num_restored_tokens = self.restore_ns, self.num_restored_tokens
         timings.fetch_ns, timings.num_fetched_tokens = self.fetch_ns, self.num_fetched_tokens
+        timings.fetch_failed = self.fetch_failed
 
 
 NOTHING = Brought()

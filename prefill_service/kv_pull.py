@@ -191,9 +191,9 @@ class KVPuller:
         """Return how many pulls hold blocks now, which they give back soon."""
         return len(self._pulls)
 
-    async def pull(self, request: EngineRequest, holder: prefill_pb2.KVHolder) -> int:
-        """Bring the KV of a request's first tokens into the prefix cache; return how many tokens came, 0 where it is not worth it
-        or fails. Raises EngineStopped."""
+    async def pull(self, request: EngineRequest, holder: prefill_pb2.KVHolder) -> int | None:
+        """Bring the KV of a request's first tokens into the prefix cache; return how many tokens came, 0 where it is not worth
+        it; None: the holder failed to send them. Raises EngineStopped."""
         now = time.monotonic()
         known = self._known(holder)
         num_tokens = holder.num_tokens - holder.num_tokens % self._tools.layout.block_size
@@ -215,7 +215,7 @@ class KVPuller:
 
     async def _pull(
         self, request: EngineRequest, tokens: tuple[int, ...], num_tokens: int, holder: prefill_pb2.KVHolder, known: Holder
-    ) -> int:
+    ) -> int | None:
         request_id = f"k:{request.request_id}:{next(self._serial)}"
         wanted = EngineRequest(
             request_id,
@@ -289,8 +289,8 @@ class KVPuller:
             del self._pulls[pull.reservation.reservation_id]
         await self._tools.engine.release(request_id)
 
-    async def _ask(self, pull: _Pull, holder: prefill_pb2.KVHolder, known: Holder) -> int:
-        """Have the holder push, and wait for it; return how many tokens came."""
+    async def _ask(self, pull: _Pull, holder: prefill_pb2.KVHolder, known: Holder) -> int | None:
+        """Have the holder push, and wait for it; return how many tokens came, None: it failed."""
         cached = pull.expected.reserved.num_cached_tokens
         message = worker_pb2.SendBlocksRequest(
             epoch=holder.epoch,
@@ -316,7 +316,7 @@ class KVPuller:
             known.failed(error.code(), wanted_bytes, now - began, now)
             self.counts.num_failed += 1
             logger.info("no KV came from %s: %s %s", holder.address, error.code().name, error.details())
-            return 0
+            return None
         now = time.monotonic()
         known.came(answer.num_bytes, now - began - answer.waited_ms / 1000, now)
         num_tokens = max(0, pull.num_tokens - cached)

@@ -36,11 +36,13 @@ class WorkerKVSources:
         began_ns = time.monotonic_ns()
         restored = await self._tiers.restore(request) if self._tiers is not None else NOTHING
         restored_ns = time.monotonic_ns() if self._tiers is not None else began_ns
-        num_fetched = fetch_ns = 0
+        num_fetched: int | None = 0
+        fetch_ns = 0
         if self._puller is not None and holder is not None and not restored.was_late:  # it has waited once already
             num_fetched = await self._puller.pull(request, holder)
             fetch_ns = time.monotonic_ns() - restored_ns
-        return Brought(restored.num_tokens, restored_ns - began_ns, num_fetched, fetch_ns)
+        restore_ns, fetch_failed = restored_ns - began_ns, num_fetched is None
+        return Brought(restored.num_tokens, restore_ns, num_fetched or 0, fetch_ns, fetch_failed)
 
 
 def kv_tiers_of(

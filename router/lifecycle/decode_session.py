@@ -44,6 +44,9 @@ class Sink(Protocol):
     def accept(self, chunk: TokenChunk) -> bool:
         """Take new or repeated output; return True when no more is needed. Must return at once. Raises OutputError."""
 
+    def fetch_failed(self, holder: prefill_pb2.KVHolder) -> None:
+        """Note a worker that did not send KV to be fetched."""
+
     def next_indexes(self) -> Sequence[tuple[int, int]]:
         """Return (choice, output index needed next) of each choice that goes on."""
 
@@ -83,6 +86,7 @@ class DecodeSession:
         self._waits_for_first = False
         self._got_first = False
         self._held: list[TokenChunk] = []
+        self._holder: prefill_pb2.KVHolder | None = None  # of the latest attempt, where that is LOCAL
         self._submitting = False
         self._failed_meanwhile: WorkerLost | MeshError | None = None
         self._submitted = False
@@ -115,7 +119,7 @@ class DecodeSession:
         self._unfinished -= {choice.index for choice in emitted if choice.finish_reason}
         self.worker.decode_stream.follow(self.wire_id, self.info.epoch, self)
         self._timings.submitting(self._described(mode), because)
-        self._failed_meanwhile = None
+        self._failed_meanwhile, self._holder = None, holder
         try:
             response = await self._call_submit(self._submit_request(mode, emitted, holder))
         except MeshError:
@@ -229,6 +233,8 @@ class DecodeSession:
         if event.HasField("local_prefill"):
             self._timings.prefilled(event.local_prefill)
             self._incarnation.prefilled(event.local_prefill)
+            if event.local_prefill.fetch_failed and self._holder is not None:
+                self._sink.fetch_failed(self._holder)
 
     def _failure(self, event: decode_pb2.RequestEvent) -> WorkerLost | MeshError:
         if event.code == grpc.StatusCode.DATA_LOSS.value[0]:  # every worker would compute the same

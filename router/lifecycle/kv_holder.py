@@ -7,7 +7,7 @@ import zlib
 from pdmesh.v1 import prefill_pb2, worker_pb2
 from router.context import RouterContext
 from router.lifecycle.request import Dispatch
-from router.routing.worker_snapshot import WorkerKey
+from router.routing.worker_snapshot import Mode, WorkerKey
 
 MAX_HOLDERS = 256
 """When more workers than this have a part of the prompt, the decode worker of the reservation is asked alone."""
@@ -44,10 +44,20 @@ def find_holder(
     return None
 
 
+def local_holder(
+    core: RouterContext, dispatch: Dispatch, ours: worker_pb2.WorkerInfo, request_id: str, mode: Mode
+) -> prefill_pb2.KVHolder | None:
+    """Return the holder for a decode worker that computes the prompt itself; None where a prefill worker does, which fetches."""
+    return find_holder(core, dispatch, ours, request_id) if mode is Mode.LOCAL else None
+
+
 def _can_send(core: RouterContext, dispatch: Dispatch, ours: worker_pb2.WorkerInfo, key: WorkerKey) -> bool:
-    """Return whether a worker lives, has not failed this request, and has KV that `ours` can take."""
+    """Return whether a worker lives, has not failed this request in any role, and has KV that `ours` can take."""
+    request = dispatch.request
+    if key in dispatch.tried or key in request.avoid or key in request.failed_holders or key in core.fleet.suspects:
+        return False
     worker = core.fleet.workers.get(key[0])
     current = worker.current if worker is not None else None
-    if current is None or current.info.epoch != key[1] or key in dispatch.tried or key in core.fleet.suspects:
+    if current is None or current.info.epoch != key[1]:
         return False
     return current.info.identity == ours.identity and current.info.layout == ours.layout

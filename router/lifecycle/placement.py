@@ -25,7 +25,7 @@ from router.fleet.change_notifier import wait_at_most
 from router.fleet.circuit_breaker import Role
 from router.fleet.worker import Dispatched, Incarnation, Worker
 from router.lifecycle.decode_session import DecodeSession, WorkerLost
-from router.lifecycle.kv_holder import find_holder
+from router.lifecycle.kv_holder import local_holder
 from router.lifecycle.request import Assignment, Dispatch, PrefillTarget, Request
 from router.routing import worker_reports
 from router.routing.decisions import Decision, cached_of
@@ -250,9 +250,7 @@ class ReserveStage:
         self._core.health_recorder.chosen(choice.decode.key, Role.DECODE)
         self._note_submitting(request)
         try:
-            # What comes by REMOTE is the prefill worker's to fetch.
-            is_local = choice.mode is Mode.LOCAL
-            holder = find_holder(self._core, dispatch, session.info, session.wire_id) if is_local else None
+            holder = local_holder(self._core, dispatch, session.info, session.wire_id, choice.mode)
             reservation = await session.submit(choice.mode, dispatch.emitted, holder=holder)
         except MeshError as error:
             dispatch.timings.failed(error.message)
@@ -276,7 +274,8 @@ class ReserveStage:
         """Submit the next attempt, for the prefill worker that the stage prefill has chosen, or LOCAL. Raises WorkerLost."""
         session, emitted = failed.session, dispatch.request.tracker.history()
         try:
-            reservation = await session.submit(failed.mode, emitted)
+            holder = local_holder(self._core, dispatch, session.info, session.wire_id, failed.mode)
+            reservation = await session.submit(failed.mode, emitted, holder=holder)
         except BaseException as error:
             give_up(failed.prefill)
             if not isinstance(error, MeshError):

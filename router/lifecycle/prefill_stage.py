@@ -27,7 +27,7 @@ from router.context import RouterContext, time_left_ms, time_left_s
 from router.fleet.change_notifier import unless
 from router.fleet.circuit_breaker import Role
 from router.lifecycle.decode_session import WorkerLost
-from router.lifecycle.kv_holder import find_holder
+from router.lifecycle.kv_holder import find_holder, local_holder
 from router.lifecycle.output import TokenChunk
 from router.lifecycle.placement import ReserveStage, give_up, next_prefill
 from router.lifecycle.request import Assignment, Dispatch, PrefillTarget
@@ -85,6 +85,7 @@ class PrefillCall:
         self._session = dispatch.assigned.session
         self._began = asyncio.get_running_loop().time()
         self._got_first_tokens = False
+        self._holder: prefill_pb2.KVHolder | None = None  # that the worker may fetch KV from
 
     async def run(self) -> type[ReserveStage | PrefillStage] | None:
         """Return the stage of the next attempt; None when none is needed.
@@ -113,13 +114,14 @@ class PrefillCall:
     async def _call(self, attempt: Assignment, metadata: Metadata | None) -> PrefillEnd:
         """Make the call. Raises nothing but CancelledError and DataLoss: any other failure is a reason to try another worker."""
         prepared = self._request.prepared
+        self._holder = self._find_holder(attempt.reservation)
         message = prefill_pb2.PrefillRequest(
             request_id=self._session.wire_id,
             request=prepared.token_request(attempt.emitted),
             reservation=attempt.reservation,
             identity=self._session.info.identity,
             time_left_ms=time_left_ms(prepared.deadline),
-            holder=self._holder(attempt.reservation),
+            holder=self._holder,
         )
         timeout_s = time_left_s(prepared.deadline)
         call = self._prefill.worker.prefill.Prefill(message, timeout=timeout_s, metadata=metadata)
@@ -130,7 +132,7 @@ class PrefillCall:
             call.cancel()
             self._prefill.computed()
 
-    def _holder(self, reservation: common_pb2.Reservation | None) -> prefill_pb2.KVHolder | None:
+    def _find_holder(self, reservation: common_pb2.Reservation | None) -> prefill_pb2.KVHolder | None:
         """Return the worker that has KV which the prefill worker may fetch: the decode worker, of an earlier turn, which has it
         pinned, or another one that has more by the index."""
         pinned = (self._session.key, reservation.num_cached_tokens if reservation is not None else 0)
@@ -201,10 +203,12 @@ class PrefillCall:
             self._core.health_recorder.failed(prefill.key, Role.PREFILL, late, lost=True)
         else:
             self._core.health_recorder.took(prefill.key, Role.PREFILL, self._slowness(waited_s))
+            self._fetch_failed()  # it may be why the worker is late: the next one is not to wait for it, too
         self._dispatch.tried |= {prefill.key}
         hedge = self._next_attempt()
         try:
-            reservation = await session.submit(hedge.mode, hedge.emitted, because=f"{late}; it is fenced")
+            holder = local_holder(self._core, self._dispatch, session.info, session.wire_id, hedge.mode)
+            reservation = await session.submit(hedge.mode, hedge.emitted, because=f"{late}; it is fenced", holder=holder)
         except MeshError as error:
             give_up(hedge.prefill)
             self._timings.withdrawn(error.message)
@@ -256,8 +260,14 @@ class PrefillCall:
             self._core.hedging.times.record(prefill.sent.tokens, seconds)
         self._timings.prefilled(first.timings)
         prefill.incarnation.prefilled(first.timings)
+        if first.timings.fetch_failed:
+            self._fetch_failed()
         wants_logprobs = self._request.prepared.sampling.HasField("logprobs")
         self._session.deliver_first([_chunk_of(token, wants_logprobs=wants_logprobs) for token in first.tokens])
+
+    def _fetch_failed(self) -> None:
+        if self._holder is not None:
+            self._request.fetch_failed(self._holder)
 
     def _slowness(self, seconds: float) -> float:
         """Return observed ÷ expected seconds. Times below the least bound of a hedge are harmless and count as that bound."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from pdmesh.runtime.errors import OTHER_ENGINE, MeshError, Unavailable
-from pdmesh.v1 import common_pb2, mesh_pb2
+from pdmesh.v1 import common_pb2, mesh_pb2, prefill_pb2
 from router.fleet.worker import Dispatched, Incarnation, Worker
 from router.flow_control.slo_admission import Ticket
 from router.flow_control.ttft_predictor import num_emitted
@@ -62,6 +62,7 @@ class Request:
         self.is_complete = False  # stream: the last message was made
         self.kind: tuple[object, ...] | None = None  # once tokens were sent, workers must be of this kind
         self.avoid: frozenset[WorkerKey] = frozenset()  # workers that have just lost it
+        self.failed_holders: frozenset[WorkerKey] = frozenset()  # reserve, prefill: workers that did not send KV to be fetched
 
     def open_stream(self, prepared: PreparedRequest, max_buffered_tokens: int) -> None:
         """Set the fields that follow from the prepared request."""
@@ -96,6 +97,10 @@ class Request:
             if new.finish_reason and self.tracker.all_finished:
                 self.is_winding_up = True
         return self.is_winding_up or self.client_stream.failed
+
+    def fetch_failed(self, holder: prefill_pb2.KVHolder) -> None:
+        """Ask this worker no more for KV: it did not send it, or was too slow. It holds for all later attempts."""
+        self.failed_holders |= {(holder.address, holder.epoch)}
 
     def next_indexes(self) -> Sequence[tuple[int, int]]:
         """Return (choice, output index needed next) of each unfinished choice, for a stream that re-attaches."""

@@ -297,7 +297,7 @@ async def test_a_holder_that_is_gone_costs_nothing_but_the_computation(pair: Pai
     puller = pair.prefill.worker.puller
     assert puller is not None
     request = EngineRequest("r", tuple(oracle.prompt_of(6, 100)), SamplingParams(max_tokens=1))
-    assert await puller.pull(request, engine_request) == 0
+    assert await puller.pull(request, engine_request) is None
     assert pair.counts == (0, 1)
     await pair.prefill.until_whole()
 

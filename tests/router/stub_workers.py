@@ -53,6 +53,7 @@ class StubWorker(StubPrefill, decode_pb2_grpc.DecodeServiceServicer, worker_pb2_
     max_num_batched_tokens: int = 0
     latency_model: worker_pb2.LatencyModel | None = None
     lacks: tuple[worker_pb2.EngineLack.ValueType, ...] = ()
+    fetch_token_s: float = 0.0
     epoch: int = field(default_factory=lambda: secrets.randbits(63) or 1)
     # What goes wrong, and when.
     pause_at: int | None = None  # decode stops before the token with this index until `resume`
@@ -136,6 +137,7 @@ class StubWorker(StubPrefill, decode_pb2_grpc.DecodeServiceServicer, worker_pb2_
             max_num_batched_tokens=self.max_num_batched_tokens,
             engine=self.engine,
             lacks=self.lacks,
+            fetch_token_s=self.fetch_token_s,
         )
 
     def load(self) -> worker_pb2.LoadReport:

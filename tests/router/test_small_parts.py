@@ -266,8 +266,9 @@ def _timings(mode: mesh_pb2.PrefillMode.ValueType, submit_ns: int, reserve_ns: i
     timings.submitting()
     timings.submitted(mode, "d", 0)
     timings.submit_ns = submit_ns
-    measured = {"prefill_queue_ns": 700, "prefill_compute_ns": 2000, "return_ns": 30, "service_ns": 2800 + reserve_ns}
-    timings.prefilled(common_pb2.PrefillTimings(reserve_ns=reserve_ns, **measured))
+    measured = common_pb2.PrefillTimings(reserve_ns=reserve_ns, prefill_queue_ns=700, prefill_compute_ns=2000, return_ns=30)
+    measured.service_ns = 2800 + reserve_ns
+    timings.prefilled(measured)
     timings.first_received_ns = timings.call_ns + 3000
     timings.first_handed_ns = timings.first_received_ns + 100
     return timings.message()
