@@ -312,10 +312,11 @@ class Handoff:
 @dataclass(frozen=True)
 class CommittedTokens:
     """Hold what a hand-off's commit carries for each choice: its first token and, for drafting, the hidden state that it was
-    drawn from."""
+    drawn from. `is_exact`: the KV neither is rounded nor was computed from rounded KV."""
 
     tokens: Mapping[int, int]
     draft_states: Mapping[int, bytes]
+    is_exact: bool = True
 
 
 class RouterEvents(Protocol):
@@ -434,6 +435,7 @@ class DecodeRequest:
             transport=self.handoff.transport,
             decode_queue_ns=self.started.decode_queue_ns,
             num_cached_tokens=self.blocks.num_cached_tokens if self.blocks else 0,
+            num_rounded_tokens=self.blocks.num_rounded_tokens if self.blocks else 0,
         )
         if self.started.timing is not None:
             event.local_prefill.CopyFrom(self._prefill_timings(self.started.timing, now_ns))
@@ -449,6 +451,7 @@ class DecodeRequest:
             num_cached_tokens=timing.num_cached_tokens,
             num_computed_tokens=timing.num_computed_tokens,
             num_steps=timing.num_steps,
+            num_rounded_tokens=timing.num_rounded_tokens,
         )
         self.brought.put(timings)
         return timings

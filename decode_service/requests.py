@@ -342,7 +342,7 @@ class Reservations:
         await hit_async("decode.committed")
         # The transition precedes the engine's call, because tokens may come before the call returns.
         record.reservation = transition(record.reservation, Started(), time.monotonic())
-        await self._engine.start(record.engine_id, committed.tokens, committed.draft_states)
+        await self._engine.start(record.engine_id, committed.tokens, committed.draft_states, is_exact=committed.is_exact)
         await hit_async("decode.running")
 
     async def _cancel(self, request_id: str, reason: str) -> bool:

@@ -108,6 +108,7 @@ def _check_commit(record: DecodeRequest, target: PushTarget, commit: transfer_pb
     return CommittedTokens(
         {choice.choice: choice.token_id for choice in commit.choices},
         {choice.choice: choice.draft_state for choice in commit.choices if choice.draft_state},
+        is_exact=not commit.rounded,
     )
 
 

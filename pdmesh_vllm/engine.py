@@ -117,7 +117,12 @@ class VllmEngine:
         return await asyncio.wrap_future(await self.calls.call(lambda core: core.restate(request_id, request)))
 
     async def start(
-        self, request_id: str, first_tokens: Mapping[int, int], draft_states: Mapping[int, bytes] = NO_STATES
+        self,
+        request_id: str,
+        first_tokens: Mapping[int, int],
+        draft_states: Mapping[int, bytes] = NO_STATES,
+        *,
+        is_exact: bool = True,  # not used: vLLM takes KV from workers with its own layout only, which have no tiers
     ) -> None:
         await self.calls.call(lambda core: core.start(request_id, first_tokens))
 

@@ -65,6 +65,7 @@ class FirstTokens:
             num_cached_tokens=self.timing.num_cached_tokens,
             num_computed_tokens=self.timing.num_computed_tokens,
             num_steps=self.timing.num_steps,
+            num_rounded_tokens=self.timing.num_rounded_tokens,
         )
 
 

@@ -203,7 +203,7 @@ class Handoff:
 def _ending(first: FirstTokens) -> Ending:
     if first.all_finished:
         return NothingToDecode("every choice ended with its first token")
-    return FirstTokensDrawn(first.for_decode())
+    return FirstTokensDrawn(first.for_decode(), is_exact=first.timing.is_exact)
 
 
 def _finished(message: str) -> prefill_pb2.HandoffOutcome:

@@ -71,7 +71,7 @@ class EmptyCache:
         reserved = ReservedBlocks(request, tuple(range(NUM_BLOCKS)), 0, len(request.prompt))
         return ExpectedBlocks(reserved, self._hashes[: num_blocks_for(len(request.prompt), BLOCK_SIZE)])
 
-    async def take_in(self, request_id: str, num_tokens: int) -> None:
+    async def take_in(self, request_id: str, num_tokens: int, *, is_rounded: bool = False) -> None:
         """Do nothing."""
 
 

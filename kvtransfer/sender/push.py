@@ -182,9 +182,11 @@ class PushConnection:
             async with self._writing:
                 await self._say_alive()
 
-    async def commit(self, num_parts: int, num_tokens: int, choices: Sequence[transfer_pb2.CommittedChoice]) -> None:
+    async def commit(
+        self, num_parts: int, num_tokens: int, choices: Sequence[transfer_pb2.CommittedChoice], *, is_exact: bool
+    ) -> None:
         """Close the manifest; return when the receiver has started the sequence."""
-        commit = transfer_pb2.TransferCommit(num_parts=num_parts, num_tokens=num_tokens, choices=choices)
+        commit = transfer_pb2.TransferCommit(num_parts=num_parts, num_tokens=num_tokens, choices=choices, rounded=not is_exact)
         self._is_ending = True
         await self._write(transfer_pb2.TransferMessage(commit=commit))
         await self._until(lambda: self._is_committed)

@@ -47,9 +47,10 @@ class Ready:
 
 @dataclass(frozen=True)
 class FirstTokensDrawn:
-    """The prefill is complete: these tokens travel with the commit."""
+    """The prefill is complete: these tokens travel with the commit. `is_exact`: no rounded KV was used for it."""
 
     choices: Sequence[transfer_pb2.CommittedChoice]
+    is_exact: bool = True
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,7 @@ class Sender:
             await push.first.abort(finished=True, reason=ending.reason)
             return
         await failpoints.hit_async("push.before_commit")
-        await push.first.commit(pipeline.num_parts, job.num_tokens, ending.choices)
+        await push.first.commit(pipeline.num_parts, job.num_tokens, ending.choices, is_exact=ending.is_exact)
         await failpoints.hit_async("push.committed")
 
     @asynccontextmanager

@@ -6,6 +6,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from kvtransfer.manifest import DTYPE_BYTES
+from kvtransfer.rounding import DTYPES
 from kvtransfer.tiers.base import Tier
 from kvtransfer.tiers.block_file import IDENTITY_BYTES
 from kvtransfer.tiers.coding import REMEDY, BlockForm, is_installed
@@ -22,7 +23,7 @@ def open_tiers(
     config: TierConfig, identity: common_pb2.Identity, layout: common_pb2.KVLayout, block_bytes: int, mesh: str
 ) -> tuple[Tier, ...]:
     """Return the tiers, the fastest first; looks through the folder, so call it in a thread. `mesh`: its name, under which a
-    store keeps its blocks. Raises ValueError naming the field."""
+    store keeps its blocks; `block_bytes`: of a block as the tiers hold it. Raises ValueError naming the field."""
     tiers: list[Tier] = []
     form = _form(config, identity, layout, block_bytes)
     if config.kv_host_gb:
@@ -45,8 +46,9 @@ def _form(config: TierConfig, identity: common_pb2.Identity, layout: common_pb2.
     is_coded = config.kv_tier_compression == "zstd"
     if is_coded and not is_installed():
         raise ValueError(f"kv_tier_compression: zstd needs the package zstandard; {REMEDY}")
-    width = DTYPE_BYTES.get(layout.kv_dtype, 1) if is_coded else 0
-    return BlockForm(digest_of(identity, layout, block_bytes), block_bytes, width)
+    held_dtype = DTYPES[config.kv_tier_dtype] if config.rounds else layout.kv_dtype
+    width = DTYPE_BYTES.get(held_dtype, 1) if is_coded else 0
+    return BlockForm(digest_of(identity, layout, block_bytes, config.kv_tier_dtype), block_bytes, width)
 
 
 def _open_store(config: TierConfig, form: BlockForm, mesh: str) -> StoreTier:
@@ -60,10 +62,12 @@ def _open_store(config: TierConfig, form: BlockForm, mesh: str) -> StoreTier:
     return StoreTier(blocks, round(config.kv_store_gb * GB), form, shown_url=shown)
 
 
-def digest_of(identity: common_pb2.Identity, layout: common_pb2.KVLayout, block_bytes: int) -> bytes:
-    """Return what tells apart the blocks of models, numeric modes and layouts, 8 bytes."""
+def digest_of(identity: common_pb2.Identity, layout: common_pb2.KVLayout, block_bytes: int, tier_dtype: str = "pool") -> bytes:
+    """Return what tells apart the blocks of models, numeric modes, layouts and roundings (`kv_tier_dtype`), 8 bytes."""
     digest = blake2b(digest_size=IDENTITY_BYTES, person=b"pdmesh.tier")
     for part in (identity.SerializeToString(deterministic=True), layout.SerializeToString(deterministic=True)):
         digest.update(len(part).to_bytes(4, "little") + part)
     digest.update(block_bytes.to_bytes(8, "little"))
+    if tier_dtype != "pool":
+        digest.update(f"rounded to {tier_dtype}".encode())
     return digest.digest()

@@ -13,6 +13,7 @@ _DISK_HELP = "folder for KV that the block pool has lost, of this worker or of s
 _STORE_HELP = "Redis in which workers of several hosts share KV, redis://host:port/0; empty: none"
 _COMPRESSION_HELP = "compress KV in --kv-disk and --kv-store, losslessly: where they are slow or small"
 _WRITE_HELP = "write KV to these tiers when it is computed, unless next to nothing of it is used again; always"
+_DTYPE_HELP = "element type of KV in these tiers; int8 and fp8 take less room and round it, so answers from it may differ"
 _RESTORE_HELP = "bring KV back from these tiers: where it is quicker than computing it, always, never"
 
 
@@ -27,6 +28,7 @@ class TierConfig:
     kv_store_gb: float = field(default=10.0, metadata={"help": "GB that this mesh's KV in --kv-store may have together"})
     kv_tier_compression: str = field(default="none", metadata={"help": _COMPRESSION_HELP, "choices": ("none", "zstd")})
     kv_write: str = field(default="auto", metadata={"help": _WRITE_HELP, "choices": ("auto", "always")})
+    kv_tier_dtype: str = field(default="pool", metadata={"help": _DTYPE_HELP, "choices": ("pool", "int8", "fp8")})
     kv_restore: str = field(default="auto", metadata={"help": _RESTORE_HELP, "choices": ("auto", "always", "off")})
 
     def validate(self) -> None:
@@ -43,6 +45,11 @@ class TierConfig:
             )
         if self.kv_disk and Path(self.kv_disk).exists() and not Path(self.kv_disk).is_dir():
             raise ValueError(f"kv_disk: {self.kv_disk} is no folder")
+
+    @property
+    def rounds(self) -> bool:
+        """Return whether the tiers round what they hold."""
+        return self.kv_tier_dtype != "pool"
 
     @property
     def has_any(self) -> bool:

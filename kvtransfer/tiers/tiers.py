@@ -19,6 +19,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from kvtransfer.rounding import Rounding
 from kvtransfer.stream import to_its_end
 from kvtransfer.tiers.base import BlockBytes, Tier
 from kvtransfer.tiers.pool_blocks import PoolBlocks
@@ -38,6 +39,8 @@ BATCH_BYTES = 16 << 20
 READ_AHEAD = 4
 """Batches that are read at once, as many as there are threads for it."""
 ASSUMED_BYTES_PER_S = {"host": 4e9, "disk": 5e8, "store": 2e8}
+WIDENED_BYTES_PER_S = 2e8
+"""What a reading thread is assumed to widen of rounded blocks, beside reading them."""
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +58,7 @@ class TierTools:
     compute_s: Callable[[int, int], float | None]
     restores: str = "auto"  # auto: where it is quicker than computing; always; off
     writes: str = "auto"  # auto: what is worth it (reuse.py); always
+    rounding: Rounding | None = None  # None: tiers hold what the pool does
 
 
 @dataclass
@@ -63,6 +67,7 @@ class RestoreCounts:
 
     num_restores: int = 0
     num_tokens: int = 0
+    num_rounded_tokens: int = 0  # of these tokens: their KV is rounded
     num_late: int = 0  # that were given up, since the tier was too slow
 
 
@@ -105,14 +110,19 @@ class KVTiers:
     def use(self, tiers: Sequence[Tier]) -> None:
         """Use these tiers, the fastest first. Call it once: before, there is nothing to restore."""
         self.tiers = tuple(tiers)
-        self._rates = {tier.name: ReadRate(ASSUMED_BYTES_PER_S[tier.name]) for tier in tiers}
+        self._rates = {tier.name: ReadRate(self._assumed_bytes_per_s(tier.name)) for tier in tiers}
         self._reading = {tier.name: TierThreads(READ_AHEAD, name=f"kv-{tier.name}-read", is_behind=False) for tier in tiers}
-        self._behind = WriteBehind(tiers, self._tools.sharing, self._tools.blocks, self._reuse)
+        self._behind = WriteBehind(tiers, self._tools.sharing, self._tools.blocks, self._reuse, self._tools.rounding)
+
+    def _assumed_bytes_per_s(self, tier: str) -> float:
+        reading = ASSUMED_BYTES_PER_S[tier]
+        return reading if self._tools.rounding is None else 1 / (1 / reading + 1 / WIDENED_BYTES_PER_S)
 
     @property
     def block_bytes(self) -> int:
-        """Return the bytes of a block in all layers."""
-        return self._tools.blocks.block_bytes
+        """Return the bytes of a block in all layers, as the tiers hold it."""
+        rounding = self._tools.rounding
+        return self._tools.blocks.block_bytes if rounding is None else rounding.num_bytes
 
     @property
     def token_s(self) -> float:
@@ -123,7 +133,7 @@ class KVTiers:
         now = time.monotonic()
         counted = [tier for tier in self.tiers if not tier.is_remote or tier.num_blocks] or self.tiers
         slowest = min((self._rates[tier.name].bytes_per_s(now) for tier in counted), default=0.0)
-        return self._tools.blocks.block_bytes / self._tools.block_size / slowest if slowest else 0.0
+        return self.block_bytes / self._tools.block_size / slowest if slowest else 0.0
 
     @property
     def told(self) -> tuple[BlockName, ...]:
@@ -254,7 +264,7 @@ class KVTiers:
         )
         if whole_s is None or rest_s is None:
             return None
-        now, block_bytes = time.monotonic(), self._tools.blocks.block_bytes
+        now, block_bytes = time.monotonic(), self.block_bytes
         takes_s = FIXED_S + sum(len(each.names) * block_bytes / self._rates[each.tier.name].bytes_per_s(now) for each in batches)
         return limit_s(takes_s, whole_s - rest_s) if is_worth(takes_s, whole_s - rest_s) else None
 
@@ -279,8 +289,10 @@ class KVTiers:
                 return 0
             num_blocks = await self._fill(request_id, batches, expected.reserved.block_ids, num_cached, limit)
             self.counts.num_restores += 1
-            self.counts.num_tokens += (num_blocks - num_cached) * size
-            return (num_blocks - num_cached) * size
+            num_tokens = (num_blocks - num_cached) * size
+            self.counts.num_tokens += num_tokens
+            self.counts.num_rounded_tokens += num_tokens if self._tools.rounding is not None else 0
+            return num_tokens
         except (InvalidRequest, RequestTooLarge, DuplicateRequest, UnknownAdapter):
             return 0
         finally:
@@ -303,7 +315,9 @@ class KVTiers:
                 await failpoints.hit_async("tier.restore")
                 num_whole = next((index for index, is_whole in enumerate(are_whole) if not is_whole), len(blocks))
                 first += num_whole
-                await self._tools.sharing.take_in(request_id, first * self._tools.block_size)
+                await self._tools.sharing.take_in(
+                    request_id, first * self._tools.block_size, is_rounded=self._tools.rounding is not None
+                )
                 if num_whole < len(batch.names):
                     break
         finally:
@@ -312,7 +326,7 @@ class KVTiers:
         return first
 
     def _read(self, batch: _Batch) -> _Read:
-        return _Read(self._reading[batch.tier.name], batch)
+        return _Read(self._reading[batch.tier.name], batch, self._tools.rounding)
 
     def _refuses(self, name: BlockName) -> bool:
         return self._behind is not None and self._behind.refuses(name)
@@ -320,7 +334,7 @@ class KVTiers:
     async def _arrived(self, read: _Read, deadline: float) -> list[BlockBytes]:
         """Return the leading blocks of a batch that the tier has lent; none when it took too long."""
         rate, began = self._rates[read.batch.tier.name], read.began
-        num_bytes = len(read.batch.names) * self._tools.blocks.block_bytes
+        num_bytes = len(read.batch.names) * self.block_bytes
         try:
             async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
                 blocks = await asyncio.shield(asyncio.wrap_future(read.future))
@@ -330,7 +344,7 @@ class KVTiers:
             self.counts.num_late += 1
             logger.warning("the %s tier took more than %.2f s for %d bytes", read.batch.tier.name, now - began, num_bytes)
             return []
-        rate.came(len(blocks) * self._tools.blocks.block_bytes, read.seconds, time.monotonic())
+        rate.came(len(blocks) * self.block_bytes, read.seconds, time.monotonic())
         return blocks
 
     def close(self) -> None:
@@ -346,8 +360,9 @@ class KVTiers:
 class _Read:
     """Read a batch from its tier in a thread; what was lent is given back, also where no request waits for it any more."""
 
-    def __init__(self, threads: TierThreads, batch: _Batch) -> None:
+    def __init__(self, threads: TierThreads, batch: _Batch, rounding: Rounding | None) -> None:
         self.batch = batch
+        self._rounding = rounding
         self.began = time.monotonic()
         self.seconds = 0.0
         self._is_given_back = False
@@ -355,9 +370,20 @@ class _Read:
 
     def _lend(self) -> list[BlockBytes]:
         began = time.monotonic()
-        blocks = self.batch.tier.lend_batch(self.batch.names)
+        blocks = self._widened(self.batch.tier.lend_batch(self.batch.names))
         self.seconds = time.monotonic() - began
         return blocks
+
+    def _widened(self, blocks: list[BlockBytes]) -> list[BlockBytes]:
+        """Return blocks as the pool has them."""
+        if self._rounding is None:
+            return blocks
+        try:
+            return [self._rounding.restored(block) for block in blocks]
+        except BaseException:
+            for name, _ in zip(self.batch.names, blocks, strict=False):
+                self.batch.tier.give_back(name, is_damaged=False)
+            raise
 
     def give_back(self, are_whole: Sequence[bool]) -> None:
         """Give back what was lent; blocks that are not whole are forgotten."""

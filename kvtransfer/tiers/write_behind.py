@@ -1,6 +1,6 @@
 """What the pool publishes is written to the tiers behind; what it withdraws is taken out of them; both are told to the index.
 
-    published ─► pinned ─► copied out of the pool ─► unpinned ─► each tier's own writing thread
+    published ─► pinned ─► copied out of the pool ─► unpinned ─► rounded, if they are ─► each tier's own writing thread
     withdrawn ─► refused at once, and forgotten by the tiers
 
 A tier that stands still is waited for a moment only, and passed over until it has taken what it was given.
@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 
+from kvtransfer.rounding import Rounding
 from kvtransfer.tiers.base import BlockBytes, Tier
 from kvtransfer.tiers.pool_blocks import PoolBlocks
 from kvtransfer.tiers.reuse import ReuseWatch
@@ -39,12 +40,19 @@ MAX_REFUSED = 1 << 16
 class WriteBehind:
     """Write, forget and tell. Everything is called on the event loop."""
 
-    def __init__(self, tiers: Sequence[Tier], sharing: KVSharing, blocks: PoolBlocks, reuse: ReuseWatch | None) -> None:
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        sharing: KVSharing,
+        blocks: PoolBlocks,
+        reuse: ReuseWatch | None,
+        rounding: Rounding | None = None,
+    ) -> None:
         """Start a writing thread for each tier, which comes behind everything else. `reuse` chooses what is written; None: all
         is."""
         self._tiers = tuple(tiers)
         self._sharing = sharing
-        self._blocks = blocks
+        self._blocks, self._rounding = blocks, rounding
         self._reuse = reuse
         self._batch_blocks = max(1, BATCH_BYTES // blocks.block_bytes)
         self._threads = {tier.name: TierThreads(1, name=f"kv-{tier.name}-write", is_behind=True) for tier in tiers}
@@ -140,17 +148,23 @@ class WriteBehind:
             self._writes.pop(name).result()
 
     async def _copied(self, names: Sequence[BlockName]) -> dict[BlockName, BlockBytes]:
-        """Return what those of the blocks hold that are still in the pool."""
+        """Return those of the blocks that are still in the pool, as the tiers hold them."""
         pin_id = f"tier:{next(self._serial)}"
         self.is_moving = True
         try:
             found = await self._sharing.pin_any(pin_id, [name.block_hash for name in names])
             pinned = {name: block_id for name, block_id in zip(names, found, strict=True) if block_id is not None}
             blocks = await self._blocks.read(list(pinned.values()), self._copying) if pinned else []
-            return dict(zip(pinned, blocks, strict=True))
         finally:
             self.is_moving = False
             await self._sharing.unpin(pin_id)
+        return dict(zip(pinned, await self._rounded(blocks), strict=True))
+
+    async def _rounded(self, blocks: list[BlockBytes]) -> list[BlockBytes]:
+        if self._rounding is None or not blocks:
+            return blocks
+        rounded = self._rounding.rounded
+        return await self._copying.run(lambda: [rounded(block) for block in blocks])
 
     async def _forget_withdrawn(self) -> None:
         """Refuse blocks whose content turned out to be useless, and have the tiers forget them, behind what they are writing."""

@@ -189,6 +189,7 @@ class Timings:
     decode_cached_tokens: int = 0
     fetched_tokens: int = 0
     restored_tokens: int = 0
+    rounded_tokens: int = 0
 
     @property
     def ttft_parts(self) -> dict[str, int]:

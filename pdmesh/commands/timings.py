@@ -82,7 +82,7 @@ def _handoff(timings: Timings) -> list[RenderableType]:
 
 def _caches(timings: Timings, usage: Usage) -> list[RenderableType]:
     held = f"prefill had {timings.prefill_cached_tokens} and decode {timings.decode_cached_tokens}"
-    moved = {"fetched": timings.fetched_tokens, "restored": timings.restored_tokens}
+    moved = {"fetched": timings.fetched_tokens, "restored": timings.restored_tokens, "rounded": timings.rounded_tokens}
     came = "".join(f", {count} of them {how}" for how, count in moved.items() if count)
     return [Text.assemble(("caches", "bold"), f"    {held} of the prompt's {usage.prompt_tokens} tokens{came}")]
 

@@ -61,8 +61,9 @@ class BlockSharing:
         pool = self._blocks.pool
         return pool.num_free - self._blocks.num_blocks_for(num_tokens) >= pool.num_total * FREE_SHARE
 
-    def take_in(self, request_id: str, num_tokens: int) -> None:
-        """Publish what has arrived, the KV of the first `num_tokens` tokens. The request stays, for its caller to release.
+    def take_in(self, request_id: str, num_tokens: int, *, is_rounded: bool = False) -> None:
+        """Publish what has arrived, the KV of the first `num_tokens` tokens; `is_rounded`: a tier has rounded it. The request
+        stays, for its caller to release.
 
         Raises UnknownRequest, InvalidState or InvalidRequest (more than it was reserved for)."""
         with self._blocks.lock:
@@ -70,11 +71,11 @@ class BlockSharing:
             if not sequence.num_computed <= num_tokens <= sequence.num_tokens:
                 raise InvalidRequest(f"num_tokens: {num_tokens} is not in {sequence.num_computed} to {sequence.num_tokens}")
             sequence.num_computed = num_tokens
-            self._blocks.publish(sequence)
+            self._blocks.publish(sequence, is_rounded=is_rounded)
 
     def pin(self, pin_id: str, hashes: Iterable[bytes]) -> tuple[int, ...]:
-        """Pin the longest beginning of these blocks that is here, until `unpin`; return their ids. Raises InvalidRequest for a
-        pin that is there already."""
+        """Pin the longest beginning of these blocks that is here and exact, until `unpin`; return their ids. Raises
+        InvalidRequest for a pin that is there already."""
         with self._blocks.lock:
             return self._blocks.pin(pin_id, hashes)
 

@@ -197,16 +197,19 @@ class Engine:
         first_tokens: Mapping[int, int],
         finished: Collection[int] = (),
         draft_states: Mapping[int, bytes] = MappingProxyType({}),
+        *,
+        is_exact: bool = True,
     ) -> None:
         """Continue by decoding: the reservation's KV has arrived, and these tokens (choice → token id) were emitted elsewhere.
 
         Every unfinished choice has a first token here, or is in `finished`: it ended with its first token. A choice whose first
-        token ends it by the rules of outputs.py has ended too, without an update. The full blocks become shareable.
+        token ends it by the rules of outputs.py has ended too, without an update. The full blocks become shareable, unless the
+        KV is not `is_exact`: it is rounded, or was computed from rounded KV.
         `draft_states` (speculation/handover.py) of choices come from the prefill worker: one that does not fit is ignored.
         Raises UnknownRequest, InvalidState or InvalidRequest; the reservation is then unchanged.
         """
         with self._lock:
-            group = self._reservations.start(request_id, first_tokens, finished, time.monotonic_ns())
+            group = self._reservations.start(request_id, first_tokens, finished, time.monotonic_ns(), is_exact=is_exact)
             if self.speculator is not None and self.speculator.wants_hidden:
                 for sequence in group.sequences:
                     state = draft_states.get(sequence.choices[0])

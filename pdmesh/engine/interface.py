@@ -31,6 +31,7 @@ class ReservedBlocks:
     block_ids: tuple[int, ...]  # of the whole request, the cached prefix first
     num_cached_tokens: int  # whole blocks, fewer than num_tokens
     num_tokens: int  # tokens whose KV must be there before start()
+    num_rounded_tokens: int = 0  # of the cached ones: their KV was rounded by a tier
 
 
 @dataclass(frozen=True)
@@ -50,12 +51,13 @@ class KVSharing(Protocol):
 
         Raises InvalidRequest, RequestTooLarge, UnknownAdapter or DuplicateRequest."""
 
-    async def take_in(self, request_id: str, num_tokens: int) -> None:
-        """Add what has arrived to the prefix cache, the KV of the first `num_tokens` tokens. Raises UnknownRequest, InvalidState
-        or InvalidRequest (not so many were expected)."""
+    async def take_in(self, request_id: str, num_tokens: int, *, is_rounded: bool = False) -> None:
+        """Add what has arrived to the prefix cache, the KV of the first `num_tokens` tokens; `is_rounded`: a tier has rounded
+        it. Raises UnknownRequest, InvalidState or InvalidRequest (not so many were expected)."""
 
     async def pin(self, pin_id: str, hashes: Sequence[bytes]) -> tuple[int, ...]:
-        """Keep the longest beginning of these blocks that is here, until `unpin`; return their ids. Raises InvalidRequest."""
+        """Keep the longest beginning of these blocks that is here and exact (neither rounded nor computed from rounded KV), until
+        `unpin`; return their ids. Raises InvalidRequest."""
 
     async def coming(self, first: int, hashes: Sequence[bytes]) -> tuple[int, int]:
         """Return how many of some blocks, which follow each other in a prompt from its block `first` on, are here or will be when
@@ -112,10 +114,15 @@ class ServingEngine(Protocol):
         """
 
     async def start(
-        self, request_id: str, first_tokens: Mapping[int, int], draft_states: Mapping[int, bytes] = NO_STATES
+        self,
+        request_id: str,
+        first_tokens: Mapping[int, int],
+        draft_states: Mapping[int, bytes] = NO_STATES,
+        *,
+        is_exact: bool = True,
     ) -> None:
         """Continue by decoding: the reservation's KV has arrived, and these tokens (choice → token id) were emitted elsewhere.
-        They are not reported again.
+        They are not reported again. Unless the KV `is_exact`, no other request finds it here.
 
         Raises UnknownRequest, InvalidState or InvalidRequest; the reservation is then unchanged.
         """

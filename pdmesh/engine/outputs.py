@@ -53,6 +53,8 @@ class PrefillTiming:
     num_cached_tokens: int
     num_computed_tokens: int
     num_steps: int
+    num_rounded_tokens: int = 0  # of the cached ones: their KV was rounded by a tier
+    is_exact: bool = True  # the KV neither is rounded nor was computed from such
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,15 @@ class StartClock:
         self._num_cached_tokens = 0
         self._num_computed_tokens = 0
         self._num_steps = 0
+        self._num_rounded_tokens = 0
+        self._is_exact = True
         self._is_running = True
+
+    def found(self, *, num_rounded_tokens: int, is_exact: bool) -> None:
+        """Record, before a step that the request takes part in, how much of its cached prefix is rounded."""
+        if self._num_steps == 0:
+            self._num_rounded_tokens = num_rounded_tokens
+        self._is_exact = self._is_exact and is_exact
 
     def took_part(self, started_ns: int, ended_ns: int, *, num_tokens: int, num_cached_tokens: int) -> None:
         """Record that the request computed `num_tokens` tokens in this step, with `num_cached_tokens` cached when it got its
@@ -183,4 +193,6 @@ class StartClock:
             num_cached_tokens=self._num_cached_tokens,
             num_computed_tokens=self._num_computed_tokens,
             num_steps=self._num_steps,
+            num_rounded_tokens=self._num_rounded_tokens,
+            is_exact=self._is_exact,
         )

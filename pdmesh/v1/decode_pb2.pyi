@@ -379,6 +379,7 @@ class RequestEvent(_message.Message):
     DECODE_QUEUE_NS_FIELD_NUMBER: _builtins.int
     LOCAL_PREFILL_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_ROUNDED_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """request_id of the request."""
     attempt: _builtins.int
@@ -397,6 +398,8 @@ class RequestEvent(_message.Message):
     """decode_queue_ns from commit to the first decode step. With STARTED."""
     num_cached_tokens: _builtins.int
     """num_cached_tokens: the prefix hit on the decode worker. With STARTED."""
+    num_rounded_tokens: _builtins.int
+    """num_rounded_tokens of num_cached_tokens have KV that a tier of the decode worker has rounded. With STARTED."""
     @_builtins.property
     def local_prefill(self) -> _common_pb2.PrefillTimings:
         """prefill timings of a LOCAL request. With STARTED."""
@@ -414,10 +417,11 @@ class RequestEvent(_message.Message):
         decode_queue_ns: _builtins.int = ...,
         local_prefill: _common_pb2.PrefillTimings | None = ...,
         num_cached_tokens: _builtins.int = ...,
+        num_rounded_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["local_prefill", b"local_prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "code", b"code", "decode_queue_ns", b"decode_queue_ns", "kind", b"kind", "kv_bytes", b"kv_bytes", "local_prefill", b"local_prefill", "message", b"message", "num_cached_tokens", b"num_cached_tokens", "request_id", b"request_id", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "code", b"code", "decode_queue_ns", b"decode_queue_ns", "kind", b"kind", "kv_bytes", b"kv_bytes", "local_prefill", b"local_prefill", "message", b"message", "num_cached_tokens", b"num_cached_tokens", "num_rounded_tokens", b"num_rounded_tokens", "request_id", b"request_id", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

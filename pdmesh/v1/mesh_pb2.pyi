@@ -823,6 +823,7 @@ class Timings(_message.Message):
     DECODE_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     FETCHED_TOKENS_FIELD_NUMBER: _builtins.int
     RESTORED_TOKENS_FIELD_NUMBER: _builtins.int
+    ROUNDED_TOKENS_FIELD_NUMBER: _builtins.int
     ttft_ns: _builtins.int
     """ttft_ns from receipt of the request by the router to the hand-over of the first token to gRPC."""
     route_ns: _builtins.int
@@ -869,6 +870,10 @@ class Timings(_message.Message):
     """fetched_tokens of prefill_cached_tokens came from another worker for this request."""
     restored_tokens: _builtins.int
     """restored_tokens of prefill_cached_tokens came from the worker's own tiers for this request."""
+    rounded_tokens: _builtins.int
+    """rounded_tokens of the prompt have KV that a tier has rounded (--kv-tier-dtype), where it was computed or where it is decoded:
+    the larger number. The answer may differ from that of exact KV.
+    """
     def __init__(
         self,
         *,
@@ -895,10 +900,11 @@ class Timings(_message.Message):
         decode_cached_tokens: _builtins.int = ...,
         fetched_tokens: _builtins.int = ...,
         restored_tokens: _builtins.int = ...,
+        rounded_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_queue_ns", b"admission_queue_ns", "decode_cached_tokens", b"decode_cached_tokens", "decode_queue_ns", b"decode_queue_ns", "decode_worker", b"decode_worker", "fetched_tokens", b"fetched_tokens", "first_token_return_ns", b"first_token_return_ns", "kv_bytes", b"kv_bytes", "kv_exposed_ns", b"kv_exposed_ns", "mode", b"mode", "num_resubmissions", b"num_resubmissions", "num_retries", b"num_retries", "prefill_cached_tokens", b"prefill_cached_tokens", "prefill_compute_ns", b"prefill_compute_ns", "prefill_queue_ns", b"prefill_queue_ns", "prefill_worker", b"prefill_worker", "reserve_ns", b"reserve_ns", "restored_tokens", b"restored_tokens", "retry_ns", b"retry_ns", "route_ns", b"route_ns", "total_ns", b"total_ns", "tpot_ns", b"tpot_ns", "transport", b"transport", "ttft_ns", b"ttft_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_queue_ns", b"admission_queue_ns", "decode_cached_tokens", b"decode_cached_tokens", "decode_queue_ns", b"decode_queue_ns", "decode_worker", b"decode_worker", "fetched_tokens", b"fetched_tokens", "first_token_return_ns", b"first_token_return_ns", "kv_bytes", b"kv_bytes", "kv_exposed_ns", b"kv_exposed_ns", "mode", b"mode", "num_resubmissions", b"num_resubmissions", "num_retries", b"num_retries", "prefill_cached_tokens", b"prefill_cached_tokens", "prefill_compute_ns", b"prefill_compute_ns", "prefill_queue_ns", b"prefill_queue_ns", "prefill_worker", b"prefill_worker", "reserve_ns", b"reserve_ns", "restored_tokens", b"restored_tokens", "retry_ns", b"retry_ns", "rounded_tokens", b"rounded_tokens", "route_ns", b"route_ns", "total_ns", b"total_ns", "tpot_ns", b"tpot_ns", "transport", b"transport", "ttft_ns", b"ttft_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

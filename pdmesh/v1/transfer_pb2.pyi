@@ -455,10 +455,13 @@ class TransferCommit(_message.Message):
     NUM_PARTS_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     CHOICES_FIELD_NUMBER: _builtins.int
+    ROUNDED_FIELD_NUMBER: _builtins.int
     num_parts: _builtins.int
     """num_parts sent."""
     num_tokens: _builtins.int
     """num_tokens whose KV the decode worker now has, the pinned prefix included."""
+    rounded: _builtins.bool
+    """rounded: some of the KV was rounded by a tier, or was computed from KV that was. The decode worker uses it for this request alone."""
     @_builtins.property
     def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___CommittedChoice]:
         """choices hold the first token of each choice."""
@@ -469,10 +472,11 @@ class TransferCommit(_message.Message):
         num_parts: _builtins.int = ...,
         num_tokens: _builtins.int = ...,
         choices: _abc.Iterable[Global___CommittedChoice] | None = ...,
+        rounded: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "num_parts", b"num_parts", "num_tokens", b"num_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "num_parts", b"num_parts", "num_tokens", b"num_tokens", "rounded", b"rounded"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

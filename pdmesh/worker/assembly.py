@@ -94,7 +94,7 @@ class Worker:
         self.kv_events = KVEvents(config.kv_event_settings, engine, served_model.plain_root)
         self.watch = StepWatch(engine.pacer)
         self._experts = ExpertWindow()
-        self.tiers = kv_tiers_of(config, engine, served_model.layout.block_size, self._prefill_s)
+        self.tiers = kv_tiers_of(config, engine, served_model.identity, served_model.layout, self._prefill_s)
         self.load = self._load_reporter(self.tiers)
         self.load.adapters = self.adapters.infos()
         tls, self.secret = open_tls(config.tls), open_secret(config.mesh_secret)

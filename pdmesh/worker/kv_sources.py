@@ -6,7 +6,10 @@ import asyncio
 import time
 from collections.abc import Callable
 
+from kvtransfer.conversion import kv_format
 from kvtransfer.kv_sources import Brought
+from kvtransfer.layout import Layout
+from kvtransfer.rounding import Rounding
 from kvtransfer.tiers.opening import open_tiers
 from kvtransfer.tiers.pool_blocks import pool_blocks
 from kvtransfer.tiers.threads import TierThreads
@@ -46,7 +49,11 @@ class WorkerKVSources:
 
 
 def kv_tiers_of(
-    config: WorkerConfig, engine: WorkerEngine, block_size: int, compute_s: Callable[[int, int], float | None]
+    config: WorkerConfig,
+    engine: WorkerEngine,
+    identity: common_pb2.Identity,
+    layout: common_pb2.KVLayout,
+    compute_s: Callable[[int, int], float | None],
 ) -> KVTiers | None:
     """Return the tiers that the settings ask for, still without any; None: none is asked for. Call it before the engine is
     opened. Raises ConfigError."""
@@ -56,6 +63,7 @@ def kv_tiers_of(
         given = next(name for name in ("kv_disk", "kv_store", "kv_host_gb") if getattr(config.tiers, name))
         problem = f"the engine {engine.facts.name} has no tiers; leave --kv-host-gb, --kv-disk and --kv-store out"
         raise ConfigError(f"--{given.replace('_', '-')}", problem)
+    rounding = _rounding_of(config, engine, identity, layout)
     engine.sharing.watch_published(engine.facts.num_blocks)
     copying = TierThreads(COPYING_THREADS, name="kv-tier-copy", is_behind=False)
     tools = TierTools(
@@ -63,12 +71,28 @@ def kv_tiers_of(
         release=engine.release,
         blocks=pool_blocks(engine.memory, copying),
         copying=copying,
-        block_size=block_size,
+        block_size=layout.block_size,
         compute_s=compute_s,
         restores=config.tiers.kv_restore,
         writes=config.tiers.kv_write,
+        rounding=rounding,
     )
     return KVTiers(tools)
+
+
+def _rounding_of(
+    config: WorkerConfig, engine: WorkerEngine, identity: common_pb2.Identity, layout: common_pb2.KVLayout
+) -> Rounding | None:
+    """Return how the tiers round; None: they do not. Raises ConfigError where the pool's KV cannot be rounded."""
+    if not config.tiers.rounds:
+        return None
+    try:
+        rounding = Rounding(kv_format(identity, Layout.of(layout)), engine.memory.num_layers, config.tiers.kv_tier_dtype)
+    except ValueError as error:
+        raise ConfigError("--kv-tier-dtype", str(error).partition(": ")[2]) from error
+    if engine.memory.num_planes != 2 or engine.memory.bytes_per_layer_block != rounding.source.num_bytes:
+        raise ConfigError("--kv-tier-dtype", f"KV arranged as {layout.arrangement} is not rounded here; leave it at pool")
+    return rounding
 
 
 async def open_kv_tiers(tiers: KVTiers, config: WorkerConfig, identity: common_pb2.Identity, layout: common_pb2.KVLayout) -> None:

@@ -63,6 +63,7 @@ TIER_BLOCKS = counter(
 )
 RESTORES = counter("pdmesh.kv.restores", "Times that KV came from the tiers for a prompt; late: it was given up", ("result",))
 RESTORED_TOKENS = counter("pdmesh.kv.restored.tokens", "Prompt tokens whose KV came from the tiers and was not computed")
+ROUNDED_TOKENS = counter("pdmesh.kv.rounded.tokens", "Those of the restored tokens whose KV the tiers have rounded")
 LEASES_EXPIRED = counter("pdmesh.leases.expired", "Reservations that ended without progress")
 
 SEQUENCES = gauge("pdmesh.engine.sequences", "Sequences by state: running, waiting, reserved, held", ("state",))
@@ -106,7 +107,7 @@ AT_SCRAPE = (
 SPECULATION = (DRAFTED, ACCEPTED, SPECULATION_ROWS, SPECULATION_TOKENS, DRAFTING, VERIFYING, FAILED_PROPOSER)
 EXPERTS = (EXPERT_TOKENS, EXPERT_LOAD, EXPERT_IMBALANCE, EXPERTS_IDLE)
 KV_REUSE = (
-    PULLS, PULLED_TOKENS, PULLED_BYTES, TIER_BYTES, TIER_CAPACITY, TIER_BLOCKS, RESTORES, RESTORED_TOKENS,
+    PULLS, PULLED_TOKENS, PULLED_BYTES, TIER_BYTES, TIER_CAPACITY, TIER_BLOCKS, RESTORES, RESTORED_TOKENS, ROUNDED_TOKENS,
 )  # fmt: skip
 ALL = (*PER_STEP, *PER_HANDOFF, *AT_SCRAPE, *KV_REUSE, *SPECULATION, *EXPERTS)
 
@@ -237,6 +238,7 @@ def _read_tiers(readings: Readings, tiers: KVTiers) -> None:
     readings.put(RESTORES, tiers.counts.num_restores, "taken")
     readings.put(RESTORES, tiers.counts.num_late, "late")
     readings.put(RESTORED_TOKENS, tiers.counts.num_tokens)
+    readings.put(ROUNDED_TOKENS, tiers.counts.num_rounded_tokens)
 
 
 def _read_engine(readings: Readings, stats: EngineStats) -> None:

@@ -230,6 +230,7 @@ class DecodeSession:
         parts = self._timings.parts
         parts.decode_queue_ns, parts.decode_cached_tokens = event.decode_queue_ns, event.num_cached_tokens
         parts.kv_bytes, parts.transport = event.kv_bytes, event.transport
+        self._timings.rounded(event.num_rounded_tokens)
         if event.HasField("local_prefill"):
             self._timings.prefilled(event.local_prefill)
             self._incarnation.prefilled(event.local_prefill)

@@ -61,7 +61,7 @@ REQUESTS = counter(
 )
 TOKENS = counter(
     "pdmesh.tokens",
-    "Tokens of requests that have ended: input, output, cached of the input, and of those fetched and restored for the request",
+    "Tokens of requests that have ended: input, output, cached of the input, of those fetched, restored, and in rounded KV",
     (*CLASS, "type"),
 )
 TTFT_PART = histogram(
@@ -276,7 +276,11 @@ class RequestMetrics:
         for kind, number in (("input", num_input), ("output", num_output_tokens)):
             self.metrics.observe(TOKEN_USAGE, number, _operation(prepared), PROVIDER_NAME, model, kind)
         cached = min(parts.prefill_cached_tokens, num_input)
-        moved = (("fetched", parts.fetched_tokens), ("restored", parts.restored_tokens))
+        moved = (
+            ("fetched", parts.fetched_tokens),
+            ("restored", parts.restored_tokens),
+            ("rounded", parts.rounded_tokens),
+        )
         for kind, number in (("input", num_input), ("output", num_output_tokens), ("cached", cached), *moved):
             self.metrics.add(TOKENS, number, *_class_of(prepared), kind)
         self.metrics.add(RETRIES, parts.num_retries, model)

@@ -187,6 +187,7 @@ def _timing_attributes(parts: mesh_pb2.Timings) -> Mapping[str, Value]:
         "pdmesh.cached_tokens": parts.prefill_cached_tokens,
         "pdmesh.fetched_tokens": parts.fetched_tokens,
         "pdmesh.restored_tokens": parts.restored_tokens,
+        "pdmesh.rounded_tokens": parts.rounded_tokens,
         "pdmesh.kv.bytes": parts.kv_bytes,
         "pdmesh.kv.transport": parts.transport,
         "pdmesh.retries": parts.num_retries,

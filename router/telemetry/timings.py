@@ -399,6 +399,11 @@ class RequestTimings:
             self.parts.prefill_cached_tokens = timings.num_cached_tokens
             self.parts.fetched_tokens = timings.num_fetched_tokens
             self.parts.restored_tokens = timings.num_restored_tokens
+            self.rounded(timings.num_rounded_tokens)
+
+    def rounded(self, num_tokens: int) -> None:
+        """Record that a worker has used rounded KV of so many of the prompt's tokens."""
+        self.parts.rounded_tokens = max(self.parts.rounded_tokens, num_tokens)
 
     def handed(self, choice: int, num_tokens: int) -> None:
         """Record that a delta with `num_tokens` tokens of `choice` is handed to gRPC (per-token path)."""

@@ -61,6 +61,7 @@ class BlockManager:
         sequence.block_ids = cached + self._allocate(num_new)
         sequence.num_computed = sequence.num_cached = len(cached) * self._block_size
         sequence.num_published = len(cached)
+        self._note_exactness(sequence)
         self.num_prefix_hit_tokens += sequence.num_computed
         self._note_used(sequence)
         return True
@@ -97,7 +98,15 @@ class BlockManager:
         sequence.num_cached += num_tokens
         sequence.num_published = end
         self.num_prefix_hit_tokens += num_tokens
+        self._note_exactness(sequence)
         self._note_used(sequence)
+
+    def _note_exactness(self, sequence: Sequence) -> None:
+        """Record how much of its cached prefix is rounded."""
+        hashes = sequence.block_hashes[: sequence.num_published]
+        sequence.num_rounded = sum(map(self.pool.is_rounded, hashes)) * self._block_size
+        sequence.is_exact = all(map(self.pool.is_exact, hashes))
+        sequence.is_private = False
 
     def num_missing(self, sequence: Sequence, num_tokens: int) -> int:
         """Return the free blocks that `num_tokens` more tokens take: new ones at the end, and copies of shared ones they write
@@ -125,14 +134,19 @@ class BlockManager:
         del sequence.block_ids[num_blocks:]
         return bool(surplus)
 
-    def publish(self, sequence: Sequence) -> None:
-        """Publish blocks that are computed, full and not yet published to the prefix cache."""
+    def publish(self, sequence: Sequence, *, is_rounded: bool = False) -> None:
+        """Publish blocks that are computed, full and not yet published to the prefix cache. `is_rounded`: a tier has rounded
+        their KV."""
         num_full = sequence.num_computed // self._block_size
-        if not self._prefix_caching or num_full <= sequence.num_published:
+        if not self._prefix_caching or sequence.is_private or num_full <= sequence.num_published:
             return
         hashes = self._hashes(sequence, num_full)
         for index in range(sequence.num_published, num_full):
-            if self.pool.publish(sequence.block_ids[index], hashes[index]) and self.pool.events is not None:
+            if not self.pool.publish(sequence.block_ids[index], hashes[index]):
+                continue
+            if is_rounded or not sequence.is_exact:
+                self.pool.note_inexact(hashes[index], is_rounded=is_rounded)
+            if self.pool.events is not None:
                 self._note_stored(self.pool.events, sequence, index)
         self._note_published(sequence, sequence.num_published, num_full)
         sequence.num_published = num_full
@@ -170,11 +184,11 @@ class BlockManager:
         return sum(1 for _ in takewhile(bool, map(eq, ours, hashes)))
 
     def pin(self, pin_id: str, hashes: Iterable[bytes]) -> tuple[int, ...]:
-        """Take a reference of the longest published beginning of a chain, which stays until `unpin`; return the blocks. Raises
-        InvalidRequest for an id that is in use."""
+        """Take a reference of the longest published and exact beginning of a chain, which stays until `unpin`; return the blocks.
+        Raises InvalidRequest for an id that is in use."""
         if pin_id in self.pinned:
             raise InvalidRequest(f"pin_id: {pin_id!r} is in use")
-        block_ids = tuple(self.pool.find(hashes))
+        block_ids = tuple(self.pool.find(takewhile(self.pool.is_exact, hashes)))
         self.pool.acquire(block_ids)
         self.pinned[pin_id] = block_ids
         return block_ids

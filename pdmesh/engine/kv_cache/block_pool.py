@@ -116,6 +116,7 @@ class BlockPool:
         self._set_aside: OrderedDict[int, None] = OrderedDict()  # retained
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
+        self._inexact: dict[bytes, bool] = {}  # published blocks of rounded KV (True), or computed from such (False)
 
     @property
     def num_free(self) -> int:
@@ -146,6 +147,18 @@ class BlockPool:
                 break
             found.append(block_id)
         return found
+
+    def is_exact(self, block_hash: bytes) -> bool:
+        """Return whether a block neither holds rounded KV nor was computed from such."""
+        return block_hash not in self._inexact
+
+    def is_rounded(self, block_hash: bytes) -> bool:
+        """Return whether a block holds KV that a tier has rounded."""
+        return self._inexact.get(block_hash, False)
+
+    def note_inexact(self, block_hash: bytes, *, is_rounded: bool) -> None:
+        """Record that a published block holds rounded KV, or KV computed from such, until it is evicted."""
+        self._inexact[block_hash] = is_rounded
 
     def num_free_among(self, block_ids: Iterable[int]) -> int:
         """Return how many of these are free: acquiring them leaves that many fewer free blocks."""
@@ -223,6 +236,8 @@ class BlockPool:
             raise IntegrityError(f"{self.num_free} free + {len(used)} used blocks are not {self.num_total}")
         if self._hash_of != {block_id: block_hash for block_hash, block_id in self._block_of.items()}:
             raise IntegrityError("the prefix cache's two maps contradict each other")
+        if not self._inexact.keys() <= self._block_of.keys():
+            raise IntegrityError("a block counts as rounded that is not in the prefix cache")
         self.retained.check(self._block_of)
         if any(self._hash_of.get(block_id, b"") not in self._retained_hashes for block_id in self._set_aside):
             raise IntegrityError("a block is set aside that is not retained")
@@ -263,6 +278,7 @@ class BlockPool:
         block_hash = self._hash_of.pop(block_id, None)
         if block_hash is not None:
             del self._block_of[block_hash]
+            self._inexact.pop(block_hash, None)
             if block_hash in self._retained_hashes:
                 self.retained.forget(block_hash)
             if self.log is not None:

@@ -251,9 +251,11 @@ class Reservations:
         self._table.put(restated)
         return _granted(restated)
 
-    def start(self, request_id: str, first_tokens: Mapping[int, int], finished: Collection[int], now_ns: int) -> SequenceGroup:
-        """Start a request whose KV has arrived: publish its blocks, and continue the choices that are not `finished` with the
-        first tokens. Return its group."""
+    def start(
+        self, request_id: str, first_tokens: Mapping[int, int], finished: Collection[int], now_ns: int, *, is_exact: bool = True
+    ) -> SequenceGroup:
+        """Start a request whose KV has arrived: publish its blocks, if the KV `is_exact`, and continue the choices that are not
+        `finished` with the first tokens. Return its group."""
         group = self._table.find(request_id, Phase.RESERVED)
         [sequence] = group.sequences
         if group.request.prefill_only:
@@ -261,6 +263,7 @@ class Reservations:
         _check_first_tokens(sequence.choices, first_tokens, finished, self._limits.vocab_size)
         group.phase, group.clock = Phase.ACTIVE, StartClock(now_ns, remote=True)
         sequence.num_computed = sequence.num_tokens
+        sequence.is_private = not is_exact
         self._allocator.publish(sequence)
         self._scheduler.run(sequence)
         self._table.start(sequence, first_tokens, finished)
@@ -290,7 +293,8 @@ class Reservations:
 
 def _granted(group: SequenceGroup) -> ReservedBlocks:
     [sequence] = group.sequences
-    return ReservedBlocks(group.request, tuple(sequence.block_ids), sequence.num_cached, sequence.num_tokens)
+    block_ids = tuple(sequence.block_ids)
+    return ReservedBlocks(group.request, block_ids, sequence.num_cached, sequence.num_tokens, sequence.num_rounded)
 
 
 def _check_same_beginning(group: SequenceGroup, restated: SequenceGroup) -> None:

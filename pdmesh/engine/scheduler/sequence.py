@@ -32,10 +32,13 @@ class Sequence:
         "block_ids",
         "choices",
         "group",
+        "is_exact",
+        "is_private",
         "num_cached",
         "num_computed",
         "num_paced_steps",
         "num_published",
+        "num_rounded",
         "num_to_restore",
         "num_unreported",
         "output",
@@ -57,6 +60,9 @@ class Sequence:
         self.num_computed = 0
         self.num_cached = 0  # tokens that the prefix cache served when it last got its blocks
         self.num_published = 0  # full blocks that were offered to the prefix cache
+        self.num_rounded = 0  # those of the cached tokens whose KV a tier has rounded
+        self.is_exact = True  # its KV neither is rounded nor is computed from such
+        self.is_private = False  # it publishes no blocks: its KV is not exact, and came from another worker
         self.num_unreported = 0  # last output tokens, which a grammar forced before the first step here
         self.num_to_restore = self.num_tokens  # first tokens that were known on arrival, or computed before a preemption
         self.was_preempted = False
@@ -170,6 +176,7 @@ class Sequence:
         self.num_computed = other.num_computed
         self.num_cached = other.num_cached
         self.num_published = other.num_published
+        self.num_rounded, self.is_exact, self.is_private = other.num_rounded, other.is_exact, other.is_private
 
 
 class Phase(enum.Enum):

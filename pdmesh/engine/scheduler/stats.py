@@ -224,7 +224,9 @@ def _started(
     for group, pieces in pieces_of.items():
         assert group.clock is not None, "a scheduled request is active, so its clock was opened"
         num_tokens = sum(piece.num_tokens for piece in pieces)
-        group.clock.took_part(started_ns, ended_ns, num_tokens=num_tokens, num_cached_tokens=pieces[0].sequence.num_cached)
+        first = pieces[0].sequence
+        group.clock.found(num_rounded_tokens=first.num_rounded, is_exact=all(piece.sequence.is_exact for piece in pieces))
+        group.clock.took_part(started_ns, ended_ns, num_tokens=num_tokens, num_cached_tokens=first.num_cached)
         event = group.clock.try_stop(group.request.request_id, drew_token=any(piece.sequence in draws for piece in pieces))
         if event is not None:
             started.append(event)

@@ -72,9 +72,14 @@ class BuiltinEngine:
         return await self._granted(lambda engine: engine.restate(request_id, request))
 
     async def start(
-        self, request_id: str, first_tokens: Mapping[int, int], draft_states: Mapping[int, bytes] = NO_STATES
+        self,
+        request_id: str,
+        first_tokens: Mapping[int, int],
+        draft_states: Mapping[int, bytes] = NO_STATES,
+        *,
+        is_exact: bool = True,
     ) -> None:
-        self.calls.now(lambda engine: engine.start(request_id, first_tokens, draft_states=draft_states))
+        self.calls.now(lambda engine: engine.start(request_id, first_tokens, draft_states=draft_states, is_exact=is_exact))
 
     async def run_local(self, request_id: str, request: EngineRequest) -> int:
         return self.calls.now(lambda engine: engine.run_local(request_id, request))
@@ -163,8 +168,8 @@ class BuiltinSharing:
     async def expect(self, request: EngineRequest) -> ExpectedBlocks | None:
         return self._engine.calls.now(lambda engine: engine.sharing.expect(request))
 
-    async def take_in(self, request_id: str, num_tokens: int) -> None:
-        self._engine.calls.now(lambda engine: engine.sharing.take_in(request_id, num_tokens))
+    async def take_in(self, request_id: str, num_tokens: int, *, is_rounded: bool = False) -> None:
+        self._engine.calls.now(lambda engine: engine.sharing.take_in(request_id, num_tokens, is_rounded=is_rounded))
 
     async def pin(self, pin_id: str, hashes: Sequence[bytes]) -> tuple[int, ...]:
         return self._engine.calls.now(lambda engine: engine.sharing.pin(pin_id, hashes))
