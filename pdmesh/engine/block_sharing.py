@@ -94,7 +94,7 @@ class BlockSharing:
 
     def _prompts(self) -> Iterator[EngineSequence]:
         active = (group for group in self._table if group.phase is Phase.ACTIVE)
-        return (sequence for group in active for sequence in group.sequences if not sequence.is_going_on)
+        return (sequence for group in active for sequence in group.sequences if sequence.is_exact and not sequence.is_going_on)
 
     def unpin(self, pin_id: str) -> None:
         """Let go of pinned blocks; idempotent."""

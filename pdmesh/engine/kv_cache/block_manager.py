@@ -103,7 +103,7 @@ class BlockManager:
 
     def _note_exactness(self, sequence: Sequence) -> None:
         """Record how much of its cached prefix is rounded."""
-        hashes = sequence.block_hashes[: sequence.num_published]
+        hashes = [] if self.pool.is_all_exact else sequence.block_hashes[: sequence.num_published]
         sequence.num_rounded = sum(map(self.pool.is_rounded, hashes)) * self._block_size
         sequence.is_exact = all(map(self.pool.is_exact, hashes))
         sequence.is_private = False

@@ -148,6 +148,11 @@ class BlockPool:
             found.append(block_id)
         return found
 
+    @property
+    def is_all_exact(self) -> bool:
+        """Return whether all published blocks are."""
+        return not self._inexact
+
     def is_exact(self, block_hash: bytes) -> bool:
         """Return whether a block neither holds rounded KV nor was computed from such."""
         return block_hash not in self._inexact
