@@ -18,6 +18,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import grpc
 import grpc.aio
@@ -57,6 +58,8 @@ LEFT_OUT_S, MOST_LEFT_OUT_S = 5.0, 60.0
 RETRY_S = 0.1
 """How long one is not asked that sends as much as it may."""
 MAX_HOLDERS = 256
+BACKGROUND_LIMIT_S = 5.0
+"""How long a part of a prefix may take to come for which no request waits."""
 
 _CANNOT = (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.FAILED_PRECONDITION)
 
@@ -86,12 +89,21 @@ class PullTools:
 
 @dataclass
 class PullCounts:
-    """Count pulls since the start, by how they ended."""
+    """Count pulls since the start, by how they ended; apart from them what came in the background, for no request."""
 
     num_tokens: int = 0
     num_bytes: int = 0
     num_pulls: int = 0
     num_failed: int = 0
+    num_warmed_tokens: int = 0
+    num_warmed_bytes: int = 0
+
+
+class Limits(NamedTuple):
+    """Hold how long a pull may take, and before it how long its holder may take to compute what it lacks, in seconds."""
+
+    limit_s: float
+    wait_s: float
 
 
 @dataclass(eq=False)
@@ -102,6 +114,7 @@ class _Pull:
     expected: ExpectedBlocks
     limit_s: float
     wait_s: float
+    in_background: bool = False  # no request waits for it
     is_open: bool = False  # a push was accepted, and has not failed
     is_fenced: bool = False
     num_tokens: int = 0  # that were committed
@@ -213,31 +226,62 @@ class KVPuller:
             del self._under_way[key]
             done.set()
 
+    async def warm(self, prefix: EngineRequest, holder: prefill_pb2.KVHolder) -> int:
+        """Bring the KV of a prompt of whole blocks that no request waits for, whether or not computing it would be quicker;
+        return how many tokens came, 0 where the holder fails or there is no room. A request that wants the same does not wait for
+        it. Raises InvalidRequest, RequestTooLarge, UnknownAdapter or EngineStopped."""
+        known = self._known(holder)
+        if time.monotonic() < known.not_before:
+            return 0
+        wanted = self._wanted(prefix, prefix.prompt)
+        limits = Limits(BACKGROUND_LIMIT_S, 0.0)
+        return await self._fetch(wanted, holder, known, lambda cached: limits, in_background=True) or 0
+
     async def _pull(
         self, request: EngineRequest, tokens: tuple[int, ...], num_tokens: int, holder: prefill_pb2.KVHolder, known: Holder
     ) -> int | None:
-        request_id = f"k:{request.request_id}:{next(self._serial)}"
-        wanted = EngineRequest(
-            request_id,
-            tokens[:num_tokens],
+        def limits(cached: int) -> Limits | None:
+            decision = self._decide(known, cached, num_tokens, len(tokens))
+            if not decision.is_worth:
+                return None
+            return Limits(FORCED_LIMIT_S if self._tools.is_forced else decision.limit_s, decision.wait_s)
+
+        try:
+            return await self._fetch(self._wanted(request, tokens[:num_tokens]), holder, known, limits)
+        except (InvalidRequest, RequestTooLarge, DuplicateRequest, UnknownAdapter):
+            return 0
+
+    def _wanted(self, request: EngineRequest, tokens: tuple[int, ...]) -> EngineRequest:
+        """Return the request under which blocks for the KV of these first tokens of another one are reserved."""
+        return EngineRequest(
+            f"k:{request.request_id}:{next(self._serial)}",
+            tokens,
             SamplingParams(max_tokens=1),
             cache_root=request.cache_root,
             adapter=request.adapter,
         )
+
+    async def _fetch(
+        self,
+        wanted: EngineRequest,
+        holder: prefill_pb2.KVHolder,
+        known: Holder,
+        limits_of: Callable[[int], Limits | None],
+        *,
+        in_background: bool = False,
+    ) -> int | None:
+        """Reserve blocks and have them filled. `limits_of(cached)`: how long that may take where so many tokens are here already;
+        None: it is not worth it."""
         pull: _Pull | None = None
         try:
             expected = await self._tools.sharing.expect(wanted)
-            if expected is None:
+            limits = None if expected is None else limits_of(expected.reserved.num_cached_tokens)
+            if expected is None or limits is None:
                 return 0
-            decision = self._decide(known, expected.reserved.num_cached_tokens, num_tokens, len(tokens))
-            if not decision.is_worth:
-                return 0
-            pull = self._open(wanted, expected, decision)
+            pull = self._open(wanted, expected, limits, in_background)
             return await self._ask(pull, holder, known)
-        except (InvalidRequest, RequestTooLarge, DuplicateRequest, UnknownAdapter):
-            return 0
         finally:
-            await to_its_end(self._close(request_id, pull))
+            await to_its_end(self._close(wanted.request_id, pull))
 
     def _known(self, holder: prefill_pb2.KVHolder) -> Holder:
         """Return what is known of a holder; what was not used for long is forgotten."""
@@ -263,9 +307,8 @@ class KVPuller:
         num_bytes = (num_tokens - cached) * self._tools.bytes_per_token
         return Decision(FIXED_S + num_bytes / known.bytes_per_s(time.monotonic()), whole_s - rest_s)
 
-    def _open(self, wanted: EngineRequest, expected: ExpectedBlocks, decision: Decision) -> _Pull:
+    def _open(self, wanted: EngineRequest, expected: ExpectedBlocks, limits: Limits, in_background: bool) -> _Pull:
         adapter = wanted.adapter
-        limit_s = FORCED_LIMIT_S if self._tools.is_forced else decision.limit_s
         reservation = common_pb2.Reservation(
             reservation_id=f"{PULL_PREFIX}{next(self._serial)}",
             epoch=self._tools.epoch,
@@ -278,7 +321,7 @@ class KVPuller:
             adapter=adapter.name if adapter else "",
             adapter_digest=adapter.digest if adapter else "",
         )
-        pull = self._pulls[reservation.reservation_id] = _Pull(reservation, expected, limit_s, decision.wait_s)
+        pull = self._pulls[reservation.reservation_id] = _Pull(reservation, expected, *limits, in_background)
         return pull
 
     async def _close(self, request_id: str, pull: _Pull | None) -> None:
@@ -297,6 +340,7 @@ class KVPuller:
             hashes=pull.expected.hashes,
             reservation=pull.reservation,
             identity=self._tools.identity,
+            in_background=pull.in_background,
         )
         stub = worker_pb2_grpc.WorkerControlStub(self._tools.channel(holder.address))
         await failpoints.hit_async("pull.ask")
@@ -320,10 +364,17 @@ class KVPuller:
         now = time.monotonic()
         known.came(answer.num_bytes, now - began - answer.waited_ms / 1000, now)
         num_tokens = max(0, pull.num_tokens - cached)
+        self._count(pull, num_tokens, answer.num_bytes)
+        return num_tokens
+
+    def _count(self, pull: _Pull, num_tokens: int, num_bytes: int) -> None:
+        if pull.in_background:
+            self.counts.num_warmed_tokens += num_tokens
+            self.counts.num_warmed_bytes += num_bytes
+            return
         self.counts.num_pulls += 1
         self.counts.num_tokens += num_tokens
-        self.counts.num_bytes += answer.num_bytes
-        return num_tokens
+        self.counts.num_bytes += num_bytes
 
     # What the receiver asks.
 

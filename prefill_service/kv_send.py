@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from kvtransfer.manifest import check_identity, check_same_layout
 from kvtransfer.sender.push import PushJob
@@ -58,6 +59,7 @@ class BlockSender:
         self._serial = itertools.count(1)
         self._compute_s = compute_s
         self._num_sends = self.num_waits = 0
+        self._num_in_background = 0
         self.num_blocks_sent = 0
 
     async def send(self, request: worker_pb2.SendBlocksRequest) -> worker_pb2.SendBlocksResponse:
@@ -73,7 +75,8 @@ class BlockSender:
             if coming_s:
                 return worker_pb2.SendBlocksResponse(coming_ms=math.ceil(1000 * coming_s))
             waited_ms = round(1000 * (time.monotonic() - began))
-            response = await self._send(sharing, request)
+            with self._counted(request.in_background):
+                response = await self._send(sharing, request)
         except EngineStopped as error:
             raise Unavailable(f"this worker is stopping: {error}") from error
         response.waited_ms = waited_ms
@@ -104,21 +107,31 @@ class BlockSender:
         _, num_tokens = await sharing.coming(first, tuple(request.hashes))
         return (self._compute_s(0, num_tokens) or 0.0) if num_tokens else 0.0
 
-    async def _send(self, sharing: KVSharing, request: worker_pb2.SendBlocksRequest) -> worker_pb2.SendBlocksResponse:
+    @contextlib.contextmanager
+    def _counted(self, in_background: bool) -> Iterator[None]:
+        """Count a send while it runs. What no request waits for is sent while nothing else is, and takes no place from what
+        requests wait for. Raises ResourceExhausted."""
+        if in_background and (self._num_sends or self._num_in_background):
+            raise ResourceExhausted("others are sent blocks; this can wait", retry_delay_s=RETRY_DELAY_S)
         if self._num_sends >= MOST_SENDS:
             raise ResourceExhausted(f"{MOST_SENDS} others are sent blocks already", retry_delay_s=RETRY_DELAY_S)
-        pin_id = f"send:{next(self._serial)}"
-        self._num_sends += 1
+        self._num_in_background += in_background
+        self._num_sends += not in_background
         try:
-            blocks = await sharing.pin(pin_id, tuple(request.hashes))
-            try:
-                if not blocks:
-                    raise NotFound("the first of these blocks is not here (any more)", field="hashes[0]")
-                return await self._push(request.reservation, blocks)
-            finally:
-                await sharing.unpin(pin_id)
+            yield
         finally:
-            self._num_sends -= 1
+            self._num_in_background -= in_background
+            self._num_sends -= not in_background
+
+    async def _send(self, sharing: KVSharing, request: worker_pb2.SendBlocksRequest) -> worker_pb2.SendBlocksResponse:
+        pin_id = f"send:{next(self._serial)}"
+        blocks = await sharing.pin(pin_id, tuple(request.hashes))
+        try:
+            if not blocks:
+                raise NotFound("the first of these blocks is not here (any more)", field="hashes[0]")
+            return await self._push(request.reservation, blocks)
+        finally:
+            await sharing.unpin(pin_id)
 
     def _check(self, request: worker_pb2.SendBlocksRequest) -> None:
         if request.epoch != self._epoch:

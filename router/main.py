@@ -35,6 +35,7 @@ from router.fleet.registry import FleetRegistry
 from router.fleet.shared_state import SharedState
 from router.flow_control.ttft_predictor import TtftPredictor
 from router.kv_index.subscriber import PrefixFollower
+from router.kv_index.warming import FleetWarming
 from router.telemetry.fleet_metrics import StatusReader
 from router.tokenization import prepared_request
 
@@ -74,6 +75,8 @@ class Router:
             self.tenants.share = self.shared.share
         stream = BlockStream(config.redis, config.mesh) if config.redis else None
         self.follower = PrefixFollower(fleet, self.core.prefixes, stream)
+        self.warming = FleetWarming(fleet, self.core.prefixes)
+        self.follower.on_listed = self.warming.listed
         self.mover = _mover(self.core, goals)
         self.frontend = Frontend(self.core, goals, self._registry_connected)
         self.frontend.open_requests.on_admitting = self.tenants.asked
@@ -142,6 +145,7 @@ class Router:
         if self.registry is not None:
             await self.registry.stop()
         await self.follower.stop()
+        await self.warming.stop()
         await self.core.fleet.stop()
         await self.engines.stop()
         await self.channels.close()

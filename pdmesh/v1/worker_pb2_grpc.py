@@ -91,6 +91,11 @@ class WorkerControlStub:
                 request_serializer=pdmesh_dot_v1_dot_worker__pb2.WatchBlocksRequest.SerializeToString,
                 response_deserializer=pdmesh_dot_v1_dot_worker__pb2.BlockEvents.FromString,
                 _registered_method=True)
+        self.WarmPrefix = channel.unary_unary(
+                '/pdmesh.v1.WorkerControl/WarmPrefix',
+                request_serializer=pdmesh_dot_v1_dot_worker__pb2.WarmPrefixRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_worker__pb2.WarmPrefixResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerControlServicer:
@@ -181,6 +186,16 @@ class WorkerControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WarmPrefix(self, request, context):
+        """WarmPrefix has a worker fetch a prefix that many requests share from a worker that has it, before a request asks for it. It
+        fetches what it lacks, a part at a time, behind the requests that it has, and within its warm_blocks. A holder that fails or
+        refuses is no error: what came is told. RESOURCE_EXHAUSTED: it fetches another prefix at the moment; FAILED_PRECONDITION: it
+        is another process, model or adapter; UNIMPLEMENTED: it takes none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -238,6 +253,11 @@ def add_WorkerControlServicer_to_server(servicer, server):
                     servicer.WatchBlocks,
                     request_deserializer=pdmesh_dot_v1_dot_worker__pb2.WatchBlocksRequest.FromString,
                     response_serializer=pdmesh_dot_v1_dot_worker__pb2.BlockEvents.SerializeToString,
+            ),
+            'WarmPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.WarmPrefix,
+                    request_deserializer=pdmesh_dot_v1_dot_worker__pb2.WarmPrefixRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_worker__pb2.WarmPrefixResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -538,6 +558,33 @@ class WorkerControl:
             '/pdmesh.v1.WorkerControl/WatchBlocks',
             pdmesh_dot_v1_dot_worker__pb2.WatchBlocksRequest.SerializeToString,
             pdmesh_dot_v1_dot_worker__pb2.BlockEvents.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WarmPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdmesh.v1.WorkerControl/WarmPrefix',
+            pdmesh_dot_v1_dot_worker__pb2.WarmPrefixRequest.SerializeToString,
+            pdmesh_dot_v1_dot_worker__pb2.WarmPrefixResponse.FromString,
             options,
             channel_credentials,
             insecure,

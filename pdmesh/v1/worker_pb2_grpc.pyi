@@ -68,6 +68,12 @@ class WorkerControlStub:
     falls behind gets the full list again. FAILED_PRECONDITION: the worker runs without --kv-events; RESOURCE_EXHAUSTED: too many
     read already.
     """
+    WarmPrefix: _grpc.UnaryUnaryMultiCallable[_worker_pb2.WarmPrefixRequest, _worker_pb2.WarmPrefixResponse]
+    """WarmPrefix has a worker fetch a prefix that many requests share from a worker that has it, before a request asks for it. It
+    fetches what it lacks, a part at a time, behind the requests that it has, and within its warm_blocks. A holder that fails or
+    refuses is no error: what came is told. RESOURCE_EXHAUSTED: it fetches another prefix at the moment; FAILED_PRECONDITION: it
+    is another process, model or adapter; UNIMPLEMENTED: it takes none.
+    """
 
 @_typing.type_check_only
 class WorkerControlAsyncStub(WorkerControlStub):
@@ -107,6 +113,12 @@ class WorkerControlAsyncStub(WorkerControlStub):
     """WatchBlocks streams what the worker's prefix cache holds, with token ids: the full list first, then changes. A reader that
     falls behind gets the full list again. FAILED_PRECONDITION: the worker runs without --kv-events; RESOURCE_EXHAUSTED: too many
     read already.
+    """
+    WarmPrefix: _aio.UnaryUnaryMultiCallable[_worker_pb2.WarmPrefixRequest, _worker_pb2.WarmPrefixResponse]  # type: ignore[assignment]
+    """WarmPrefix has a worker fetch a prefix that many requests share from a worker that has it, before a request asks for it. It
+    fetches what it lacks, a part at a time, behind the requests that it has, and within its warm_blocks. A holder that fails or
+    refuses is no error: what came is told. RESOURCE_EXHAUSTED: it fetches another prefix at the moment; FAILED_PRECONDITION: it
+    is another process, model or adapter; UNIMPLEMENTED: it takes none.
     """
 
 class WorkerControlServicer(metaclass=_abc_1.ABCMeta):
@@ -210,6 +222,18 @@ class WorkerControlServicer(metaclass=_abc_1.ABCMeta):
         """WatchBlocks streams what the worker's prefix cache holds, with token ids: the full list first, then changes. A reader that
         falls behind gets the full list again. FAILED_PRECONDITION: the worker runs without --kv-events; RESOURCE_EXHAUSTED: too many
         read already.
+        """
+
+    @_abc_1.abstractmethod
+    def WarmPrefix(
+        self,
+        request: _worker_pb2.WarmPrefixRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.WarmPrefixResponse, _abc.Awaitable[_worker_pb2.WarmPrefixResponse]]:
+        """WarmPrefix has a worker fetch a prefix that many requests share from a worker that has it, before a request asks for it. It
+        fetches what it lacks, a part at a time, behind the requests that it has, and within its warm_blocks. A holder that fails or
+        refuses is no error: what came is told. RESOURCE_EXHAUSTED: it fetches another prefix at the moment; FAILED_PRECONDITION: it
+        is another process, model or adapter; UNIMPLEMENTED: it takes none.
         """
 
 def add_WorkerControlServicer_to_server(servicer: WorkerControlServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

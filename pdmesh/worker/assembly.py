@@ -49,6 +49,7 @@ from pdmesh.worker.token_request import ServedModel, compiler_for
 from prefill_service.handoff import HandoffTools
 from prefill_service.kv_pull import KVPuller, PullTools
 from prefill_service.kv_send import BlockSender
+from prefill_service.kv_warm import KVWarmer, WarmTools
 from prefill_service.service import PrefillServicer, PrefillValidator
 
 STREAM_END_GRACE_S = 2.0  # time for frames and responses that are on their way at the end
@@ -103,6 +104,7 @@ class Worker:
         self._channels = Channels(tls=tls, secret=self.secret, keepalive=PATIENT)
         self.puller = self._kv_puller(served_model)
         self._sources = WorkerKVSources(self.tiers, self.puller) if self.tiers or self.puller else None
+        self._warmer = KVWarmer(self._warm_tools(served_model))
         self.block_sender = BlockSender(
             engine.sharing,
             self._sender,
@@ -158,6 +160,7 @@ class Worker:
             keep_traces=self.tracing.keep,
             release_retained=self.engine.release_retained,
             send_blocks=self.block_sender.send,
+            warm_prefix=self._warmer.warm,
             adapters=self.adapters,
         )
         add_decode = decode_pb2_grpc.add_DecodeServiceServicer_to_server
@@ -319,6 +322,25 @@ class Worker:
             )
         )
 
+    def _warm_tools(self, served_model: ServedModel) -> WarmTools | None:
+        """Return what fetches prefixes before requests ask for them; None where nothing is fetched."""
+        engine, memory = self.engine, self.engine.memory
+        if self.puller is None or engine.sharing is None:
+            return None
+        return WarmTools(
+            engine,
+            engine.sharing,
+            self.puller,
+            served_model.translate,
+            restore=None if self.tiers is None else self.tiers.restore,
+            is_draining=lambda: self.gate.draining,
+            epoch=self.epoch,
+            block_size=served_model.layout.block_size,
+            block_bytes=2 * memory.num_layers * memory.bytes_per_layer_block,
+            max_blocks=int(self._config.warm_share * engine.facts.num_blocks),
+            max_tokens=engine.facts.max_context,
+        )
+
     def _prefill_s(self, first: int, last: int) -> float | None:
         """Return how long tokens `first` to `last` of a prompt should take to compute."""
         return self.watch.prefill_s(first, last, self.engine.facts.max_num_batched_tokens)
@@ -380,6 +402,7 @@ class Worker:
             transports=self._receiver.reach(),
             fetch_token_s=0.0 if self.puller is None else self.puller.token_s,
             restore_token_s=0.0 if self.tiers is None else self.tiers.token_s,
+            warm_blocks=self._warmer.max_blocks,
         )
 
 

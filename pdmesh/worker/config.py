@@ -72,8 +72,12 @@ def _listed(cpus: Sequence[int]) -> str:
 _KV_PULL_HELP = (
     "fetch KV that another worker has, such as the decode worker of an earlier turn: where it is quicker, always, never"
 )
+_WARM_HELP = (
+    "share of the block pool that a worker which starts fills with the most used prefixes of others, up to 0.25; 0: nothing"
+)
 _ROLES_HELP = "services that take requests at start: prefill, decode or both"
 _TRANSPORTS_HELP = "KV transports to offer; cuda_ipc: of pools on GPUs; nixl is one more, where its package is installed (RDMA)"
+MAX_WARM_SHARE = 0.25
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
@@ -102,6 +106,7 @@ class WorkerConfig:
     grace_s: float = field(default=2.0, metadata={"help": "how long a router may take to attach again"})
     report_period_s: float = field(default=0.2, metadata={"help": "period of load reports to routers"})
     kv_pull: str = field(default="auto", metadata={"help": _KV_PULL_HELP, "choices": ("auto", "always", "off")})
+    warm_share: float = field(default=MAX_WARM_SHARE, metadata={"help": _WARM_HELP})
     tiers: TierConfig = field(default_factory=TierConfig, metadata={"flatten": True})
     kv_event_settings: KVEventSettings = field(default_factory=KVEventSettings, metadata={"flatten": True})
     drain_grace_s: float = field(default=30.0, metadata={"help": "how long running requests may finish after SIGTERM"})
@@ -134,6 +139,7 @@ class WorkerConfig:
             "advertise",
             f"host {self.host} is no address that others can connect to; give the one that they can",
         )
+        _require(0 <= self.warm_share <= MAX_WARM_SHARE, "warm_share", f"{self.warm_share} is not between 0 and {MAX_WARM_SHARE}")
         self.tiers.validate()
         check_settings(self.engine_name, self)
 

@@ -59,8 +59,8 @@ class RoleChanges:
 
 
 class ControlServicer(WorkerControlServicer):
-    """Serve GetInfo, Watch, SetRoles, ListBlocks, WatchBlocks, KeepTraces, ReleaseRetained, SendBlocks, and the loading of
-    adapters."""
+    """Serve GetInfo, Watch, SetRoles, ListBlocks, WatchBlocks, KeepTraces, ReleaseRetained, SendBlocks, WarmPrefix, and the
+    loading of adapters."""
 
     def __init__(
         self,
@@ -74,6 +74,7 @@ class ControlServicer(WorkerControlServicer):
         keep_traces: Callable[[Sequence[int]], None],
         release_retained: Callable[[str, str], Awaitable[int]],
         send_blocks: Callable[[worker_pb2.SendBlocksRequest], Awaitable[worker_pb2.SendBlocksResponse]],
+        warm_prefix: Callable[[worker_pb2.WarmPrefixRequest], Awaitable[worker_pb2.WarmPrefixResponse]],
         adapters: WorkerAdapters,
     ) -> None:
         """Create the servicer. `set_roles(roles, drain_timeout_s)` returns when removed roles have no work left;
@@ -87,6 +88,7 @@ class ControlServicer(WorkerControlServicer):
         self._keep_traces = keep_traces
         self._release_retained = release_retained
         self._send_blocks = send_blocks
+        self._warm_prefix = warm_prefix
         self._adapters = adapters
 
     async def GetInfo(self, request: worker_pb2.GetInfoRequest, context: _ServicerContext) -> worker_pb2.WorkerInfo:
@@ -139,6 +141,9 @@ class ControlServicer(WorkerControlServicer):
 
     async def SendBlocks(self, request: worker_pb2.SendBlocksRequest, context: _ServicerContext) -> worker_pb2.SendBlocksResponse:
         return await self._send_blocks(request)
+
+    async def WarmPrefix(self, request: worker_pb2.WarmPrefixRequest, context: _ServicerContext) -> worker_pb2.WarmPrefixResponse:
+        return await self._warm_prefix(request)
 
     async def LoadAdapter(self, request: worker_pb2.LoadAdapterRequest, context: _ServicerContext) -> common_pb2.AdapterInfo:
         return await self._adapters.load(request)

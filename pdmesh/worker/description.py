@@ -64,6 +64,7 @@ class Description:
     adapters: WorkerAdapters
     fetch_token_s: float
     restore_token_s: float
+    warm_blocks: int
 
     def info(self) -> worker_pb2.WorkerInfo:
         """Return the message to register, with the present roles and adapters."""
@@ -89,6 +90,7 @@ class Description:
             lacks=sorted(lack.value for lack in self.facts.lacks),
             fetch_token_s=self.fetch_token_s,
             restore_token_s=self.restore_token_s,
+            warm_blocks=self.warm_blocks,
         )
 
 
@@ -104,6 +106,7 @@ def describe(
     transports: Mapping[str, Reach],
     fetch_token_s: float = 0.0,
     restore_token_s: float = 0.0,
+    warm_blocks: int = 0,
 ) -> Description:
     """Return the description of a worker around an engine with these facts."""
     return Description(
@@ -118,4 +121,5 @@ def describe(
         adapters=adapters,
         fetch_token_s=fetch_token_s,
         restore_token_s=restore_token_s,
+        warm_blocks=warm_blocks,
     )

@@ -54,6 +54,8 @@ CORRUPT = counter("pdmesh.kv.corrupt.parts", "Parts whose checksum was wrong, at
 PULLS = counter("pdmesh.kv.pulls", "Times that KV was asked for at another worker, by how it ended", ("result",))
 PULLED_TOKENS = counter("pdmesh.kv.pulled.tokens", "Prompt tokens whose KV came from another worker and was not computed")
 PULLED_BYTES = counter("pdmesh.kv.pulled", "KV that came from another worker's prefix cache", unit="By")
+WARMED_TOKENS = counter("pdmesh.kv.warmed.tokens", "Tokens whose KV came from other workers before a request asked for it")
+WARMED_BYTES = counter("pdmesh.kv.warmed", "KV that came so", unit="By")
 TIER_BYTES = gauge("pdmesh.kv.tier.size", "KV in a tier beneath the pool", ("tier",), unit="By")
 TIER_CAPACITY = gauge("pdmesh.kv.tier.capacity", "KV that a tier may hold", ("tier",), unit="By")
 TIER_BLOCKS = counter(
@@ -107,7 +109,8 @@ AT_SCRAPE = (
 SPECULATION = (DRAFTED, ACCEPTED, SPECULATION_ROWS, SPECULATION_TOKENS, DRAFTING, VERIFYING, FAILED_PROPOSER)
 EXPERTS = (EXPERT_TOKENS, EXPERT_LOAD, EXPERT_IMBALANCE, EXPERTS_IDLE)
 KV_REUSE = (
-    PULLS, PULLED_TOKENS, PULLED_BYTES, TIER_BYTES, TIER_CAPACITY, TIER_BLOCKS, RESTORES, RESTORED_TOKENS, ROUNDED_TOKENS,
+    PULLS, PULLED_TOKENS, PULLED_BYTES, WARMED_TOKENS, WARMED_BYTES, TIER_BYTES, TIER_CAPACITY, TIER_BLOCKS, RESTORES,
+    RESTORED_TOKENS, ROUNDED_TOKENS,
 )  # fmt: skip
 ALL = (*PER_STEP, *PER_HANDOFF, *AT_SCRAPE, *KV_REUSE, *SPECULATION, *EXPERTS)
 
@@ -222,6 +225,8 @@ def read(readings: Readings, seen: Seen) -> None:
         readings.put(PULLS, seen.pulls.num_failed, "failed")
         readings.put(PULLED_TOKENS, seen.pulls.num_tokens)
         readings.put(PULLED_BYTES, seen.pulls.num_bytes)
+        readings.put(WARMED_TOKENS, seen.pulls.num_warmed_tokens)
+        readings.put(WARMED_BYTES, seen.pulls.num_warmed_bytes)
     if seen.tiers is not None:
         _read_tiers(readings, seen.tiers)
     if seen.limits is not None:

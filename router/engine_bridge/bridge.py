@@ -158,6 +158,9 @@ class EngineBridge(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.Worker
     async def SendBlocks(self, request: worker_pb2.SendBlocksRequest, context: _ControlContext) -> worker_pb2.SendBlocksResponse:
         raise Unimplemented(_STOCK)
 
+    async def WarmPrefix(self, request: worker_pb2.WarmPrefixRequest, context: _ControlContext) -> worker_pb2.WarmPrefixResponse:
+        raise Unimplemented(_STOCK)
+
     def WatchBlocks(
         self, request: worker_pb2.WatchBlocksRequest, context: _ControlContext
     ) -> AsyncIterator[worker_pb2.BlockEvents]:

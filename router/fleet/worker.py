@@ -300,6 +300,10 @@ class Worker:
         request = worker_pb2.ReleaseRetainedRequest(tenant=tenant, session_id=session_id)
         return (await self._control.ReleaseRetained(request, timeout=timeout_s)).num_blocks
 
+    async def warm_prefix(self, request: worker_pb2.WarmPrefixRequest, timeout_s: float) -> worker_pb2.WarmPrefixResponse:
+        """Have the worker fetch a prefix from another one; return what came. Raises AioRpcError."""
+        return await self._control.WarmPrefix(request, timeout=timeout_s)
+
     def told_adapter(self, info: common_pb2.AdapterInfo) -> None:
         """Count an adapter that the worker has said it loaded, before its next report does."""
         self.forget_adapter(info.name)

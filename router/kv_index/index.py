@@ -7,6 +7,7 @@ A wrong or missing entry sends a request to a worker without the prefix, which c
 import asyncio
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from typing import NamedTuple
 from pdmesh.v1 import common_pb2, worker_pb2
 from router.fleet.worker import Incarnation
 from router.kv_index.block_map import BlockMap, Level, WorkerSlots
+from router.kv_index.hot_prefixes import RecentPrompts
 from router.routing.worker_reports import kind_of
 from router.routing.worker_snapshot import WorkerKey
 from router.tokenization.prepared_request import PreparedRequest
@@ -185,6 +187,7 @@ class PrefixIndex:
         sent prompts."""
         slots = WorkerSlots()
         self.told, self.tiers = BlockMap(max_blocks, slots), BlockMap(max_blocks, slots)
+        self.recent = RecentPrompts()
         self._sent = PrefixMemory(max_blocks, IN_FLIGHT_S)
         self._clock = clock
         self._alive: set[WorkerKey] = set()
@@ -217,12 +220,21 @@ class PrefixIndex:
                 parts.append(Part(self.told, levels, info.layout.block_size))
         return together(parts)
 
+    def holders(self, names: Sequence[int]) -> Mapping[WorkerKey, int]:
+        """Return how many leading blocks of a prefix each worker has in its pool; workers with none are absent."""
+        found = Counter[WorkerKey]()
+        for blocks in (self.told, *self._sent.maps(self._clock())):
+            found |= Counter(blocks.match(names))
+        return found
+
     def remember(self, prepared: PreparedRequest, incarnations: Iterable[Incarnation]) -> None:
         """Record that the prompt's blocks are, or will soon be, on these workers. A worker that is gone is ignored, since nothing
         would remove its entry again."""
         self._looked_up.pop(prepared, None)
         for incarnation in incarnations:
-            self._record(incarnation.info, _names(prepared, incarnation.info))
+            names = _names(prepared, incarnation.info)
+            self.record(incarnation.info, names)
+            self.recent.note(prepared, incarnation.info, names, self._clock())
 
     async def remember_output(
         self, prepared: PreparedRequest, outputs: Iterable[Sequence[int]], incarnation: Incarnation, at_once: int = SLICE_BLOCKS
@@ -237,9 +249,9 @@ class PrefixIndex:
                 names += more
                 if len(more) == at_once:
                     await asyncio.sleep(0)
-            self._record(info, names)
+            self.record(info, names)
 
-    def _record(self, info: worker_pb2.WorkerInfo, names: Sequence[int]) -> None:
+    def record(self, info: worker_pb2.WorkerInfo, names: Sequence[int]) -> None:
         """Record blocks of a worker, in the order of a prompt; of one that is gone nothing."""
         worker = (info.address, info.epoch)
         if worker not in self._alive:

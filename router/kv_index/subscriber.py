@@ -11,7 +11,7 @@ Without Redis a worker is listed once, and after that only what this router send
 import asyncio
 import logging
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import grpc.aio
@@ -76,6 +76,8 @@ class PrefixFollower:
         self._lists = asyncio.Semaphore(MAX_LISTS)
         self._is_up: bool | None = None  # None: nothing was read yet
         self._tasks: list[asyncio.Task[None]] = []
+        self.on_listed: Callable[[Worker, worker_pb2.WorkerInfo], None] | None = None
+        """Is called whenever the blocks of a worker have become known."""
 
     def start(self) -> None:
         """Start the tasks, and return at once."""
@@ -184,6 +186,8 @@ class PrefixFollower:
         await self._index.replace(followed.key, names, tier_names)
         followed.position = sequence
         self._tell_followed()
+        if self.on_listed is not None:
+            self.on_listed(followed.worker, followed.info)
 
     async def _look_forever(self) -> None:
         while True:

@@ -55,7 +55,7 @@ _FIRST_OF_ROUTER = _names(
     }
 )
 ROUTER_METHODS = (*_FIRST_OF_ROUTER, "vllm.grpc.engine.VllmEngine.SubscribeKvEvents")
-WORKER_METHODS = (*_FIRST_OF_WORKER, "pdmesh.v1.WorkerControl.SendBlocks", "pdmesh.v1.WorkerControl.WatchBlocks")
+WORKER_METHODS = (*_FIRST_OF_WORKER, *_names({"pdmesh.v1.WorkerControl": "SendBlocks WatchBlocks WarmPrefix"}))
 """Methods, in the order of their numbers in kept inputs: new ones come last. A run finds one that is missing."""
 
 

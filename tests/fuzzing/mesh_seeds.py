@@ -41,6 +41,7 @@ HELD = prefill_pb2.PrefillRequest(
     reservation=RESERVATION,
     holder=prefill_pb2.KVHolder(address="10.0.0.1:7000", epoch=5, num_tokens=32),
 )
+WARMED = worker_pb2.WarmPrefixRequest(request=TOKENS, holder_address="10.0.0.1:7000", holder_epoch=5)
 HELLO = transfer_pb2.TransferHello(
     protocol_version=3, reservation_id="r.1", epoch=7, attempt=1, token=b"x", identity=IDENTITY, layout=RESERVATION.layout
 )
@@ -76,7 +77,8 @@ WORKER_SEEDS = (
     + record(
         "SendBlocks", worker_pb2.SendBlocksRequest(hashes=[b"x" * 16], reservation=RESERVATION, identity=IDENTITY), FILL | WAIT
     )
-    + record("Prefill", HELD, FILL | WAIT),
+    + record("Prefill", HELD, FILL | WAIT)
+    + record("WarmPrefix", WARMED, FILL | WAIT),
     record("Health.Check", health_pb2.HealthCheckRequest())
     + record("Health.Watch", health_pb2.HealthCheckRequest(), CANCEL)
     + record("Health.List", health_pb2.HealthListRequest()),

@@ -1,0 +1,154 @@
+"""Warms workers that start: each is told to fetch the most used prefixes from the workers that have them, one after the other.
+
+    a worker was listed ── hottest prefixes of its kind ──► WarmPrefix(prefix, holder) ... until it has enough, or time is over
+
+The worker decides what it takes: it lets its requests go first, asks for no block that it has, and refuses a second router
+meanwhile. Nothing that goes wrong matters to a request.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import grpc
+import grpc.aio
+
+from pdmesh.v1 import worker_pb2
+from router.fleet.heartbeat import being_cancelled
+from router.fleet.registry import FleetRegistry
+from router.fleet.worker import Worker
+from router.kv_index.hot_prefixes import HotPrefix, block_kind
+from router.kv_index.index import PrefixIndex
+from router.routing.worker_snapshot import WorkerKey
+
+MAX_S = 60.0
+"""How long a worker is warmed at most."""
+CALL_S = 30.0
+RETRY_S = 0.25
+MAX_TRIES = 3
+"""How often a holder is asked from which nothing came: it, or the worker, may have been busy."""
+MAX_AT_ONCE = 4
+"""Workers that one router warms at a time."""
+_NOT_THIS_ONE = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.DEADLINE_EXCEEDED)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Warming:
+    """One process of a worker, while it is warmed. `num_tokens` came."""
+
+    worker: Worker
+    info: worker_pb2.WorkerInfo
+    ends: float
+    num_tokens: int = 0
+    tries: Counter[WorkerKey] = field(default_factory=Counter)  # of holders from which nothing came, in a row
+
+    @property
+    def is_there(self) -> bool:
+        current = self.worker.current
+        return current is not None and current.info.epoch == self.info.epoch
+
+
+class FleetWarming:
+    """Warm the workers of a fleet as they come, on one event loop, until `stop`."""
+
+    def __init__(self, fleet: FleetRegistry, index: PrefixIndex, clock: Callable[[], float] = time.monotonic) -> None:
+        self._fleet = fleet
+        self._index = index
+        self._clock = clock
+        self._seen: set[WorkerKey] = set()
+        self._at_once = asyncio.Semaphore(MAX_AT_ONCE)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def stop(self) -> None:
+        """Stop; what workers fetch meanwhile they end themselves."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def listed(self, worker: Worker, info: worker_pb2.WorkerInfo) -> None:
+        """Begin with a worker whose blocks the index knows now, once. One that came before any prompt has nothing to fetch."""
+        key = (info.address, info.epoch)
+        if key in self._seen:
+            return
+        self._seen = {key, *(other for other in self._seen if not self._fleet.is_gone(other))}
+        if info.warm_blocks and len(self._index.recent):
+            self._tasks.add(task := asyncio.create_task(self._warm(worker, info), name=f"warm {info.address}"))
+            task.add_done_callback(self._tasks.discard)
+
+    async def _warm(self, worker: Worker, info: worker_pb2.WorkerInfo) -> None:
+        async with self._at_once:
+            now = self._clock()
+            kind = block_kind(info)
+            prefixes = [] if kind is None else self._index.recent.hottest(kind, min(info.warm_blocks, info.num_blocks), now)
+            warming = _Warming(worker, info, now + MAX_S)
+            try:
+                for prefix in prefixes:
+                    if not await self._fetch(warming, prefix):
+                        break
+            except Exception:  # a bug here costs a cold worker, and must not cost more
+                logger.exception("warming %s failed", worker.address)
+        if warming.num_tokens:
+            logger.info("%s has fetched %d tokens of the most used prefixes", info.worker_id, warming.num_tokens)
+
+    async def _fetch(self, warming: _Warming, prefix: HotPrefix) -> bool:
+        """Have a worker fetch a prefix, from one holder after another; return whether it takes more."""
+        size, num_here = warming.info.layout.block_size, 0
+        request = prefix.prompt.token_request(len(prefix.names) * size)
+        while warming.is_there and self._clock() < warming.ends:
+            holder = self._holder(warming, prefix, num_here)
+            if holder is None:
+                return True
+            message = worker_pb2.WarmPrefixRequest(
+                epoch=warming.info.epoch, request=request, holder_address=holder[0], holder_epoch=holder[1]
+            )
+            code, told = await _ask(warming.worker, message)
+            if code is not grpc.StatusCode.OK and code is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+                return code in _NOT_THIS_ONE
+            num_here = max(num_here, told.num_cached_tokens // size)
+            self._count(warming, told, prefix.names[:num_here])
+            if told.is_over or num_here >= len(prefix.names):
+                return not told.is_over
+            if code is grpc.StatusCode.OK:
+                warming.tries[holder] = 0 if told.num_tokens else warming.tries[holder] + 1
+            await asyncio.sleep(RETRY_S)
+        return False
+
+    def _count(self, warming: _Warming, told: worker_pb2.WarmPrefixResponse, names: Sequence[int]) -> None:
+        warming.num_tokens += told.num_tokens
+        self._index.record(warming.info, names)  # before the worker's KV events say so, and where it sends none
+
+    def _holder(self, warming: _Warming, prefix: HotPrefix, num_here: int) -> WorkerKey | None:
+        """Return who has most of a prefix, and more than is there; of equal ones the one with least to compute."""
+        ours = (warming.info.address, warming.info.epoch)
+        known = self._index.holders(prefix.names)
+        able = [key for key, blocks in known.items() if blocks > num_here and key != ours and self._can_send(warming, key)]
+        return min(able, key=lambda key: (-known[key], self._waiting_tokens(key), key), default=None)
+
+    def _can_send(self, warming: _Warming, key: WorkerKey) -> bool:
+        worker = self._fleet.workers.get(key[0])
+        current = worker.current if worker is not None else None
+        if current is None or current.info.epoch != key[1] or key in self._fleet.suspects or warming.tries[key] >= MAX_TRIES:
+            return False
+        return current.info.identity == warming.info.identity and current.info.layout == warming.info.layout
+
+    def _waiting_tokens(self, key: WorkerKey) -> int:
+        current = self._fleet.workers[key[0]].current
+        return 0 if current is None else current.load.num_waiting_tokens
+
+
+async def _ask(worker: Worker, message: worker_pb2.WarmPrefixRequest) -> tuple[grpc.StatusCode, worker_pb2.WarmPrefixResponse]:
+    """Return how a call ended, and what it told."""
+    try:
+        return grpc.StatusCode.OK, await worker.warm_prefix(message, CALL_S)
+    except grpc.aio.AioRpcError as error:
+        logger.info("%s was not warmed: %s %s", worker.address, error.code().name, error.details())
+        return error.code(), worker_pb2.WarmPrefixResponse()
+    except (asyncio.CancelledError, grpc.aio.UsageError) as error:
+        if isinstance(error, asyncio.CancelledError) and being_cancelled():
+            raise
+        return grpc.StatusCode.CANCELLED, worker_pb2.WarmPrefixResponse()
