@@ -69,7 +69,7 @@ class ReuseWatch:
 
     def take_again(self, most: int) -> dict[BlockName, float]:
         """Return at most so many blocks that were not written when they were published, and have been used since."""
-        taken = {}
+        taken: dict[BlockName, float] = {}
         while self._again and len(taken) < most:
             taken[self._again.popitem(last=False)[0]] = 0.0
         return taken

@@ -758,6 +758,7 @@ class PrefillTimings(_message.Message):
     RESTORE_NS_FIELD_NUMBER: _builtins.int
     NUM_RESTORED_TOKENS_FIELD_NUMBER: _builtins.int
     FETCH_FAILED_FIELD_NUMBER: _builtins.int
+    NUM_ROUNDED_TOKENS_FIELD_NUMBER: _builtins.int
     prefill_queue_ns: _builtins.int
     """prefill_queue_ns: from receipt of the request to its first engine step; without reserve_ns, where that is set."""
     prefill_compute_ns: _builtins.int
@@ -786,6 +787,8 @@ class PrefillTimings(_message.Message):
     """num_restored_tokens of num_cached_tokens came from the tiers for this request."""
     fetch_failed: _builtins.bool
     """fetch_failed: the worker that the request named as a holder of KV was asked, and did not send it."""
+    num_rounded_tokens: _builtins.int
+    """num_rounded_tokens of num_cached_tokens have KV that a tier has rounded, for this request or for one before."""
     def __init__(
         self,
         *,
@@ -802,10 +805,11 @@ class PrefillTimings(_message.Message):
         restore_ns: _builtins.int = ...,
         num_restored_tokens: _builtins.int = ...,
         fetch_failed: _builtins.bool = ...,
+        num_rounded_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetch_failed", b"fetch_failed", "fetch_ns", b"fetch_ns", "num_cached_tokens", b"num_cached_tokens", "num_computed_tokens", b"num_computed_tokens", "num_fetched_tokens", b"num_fetched_tokens", "num_restored_tokens", b"num_restored_tokens", "num_steps", b"num_steps", "prefill_compute_ns", b"prefill_compute_ns", "prefill_queue_ns", b"prefill_queue_ns", "reserve_ns", b"reserve_ns", "restore_ns", b"restore_ns", "return_ns", b"return_ns", "service_ns", b"service_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetch_failed", b"fetch_failed", "fetch_ns", b"fetch_ns", "num_cached_tokens", b"num_cached_tokens", "num_computed_tokens", b"num_computed_tokens", "num_fetched_tokens", b"num_fetched_tokens", "num_restored_tokens", b"num_restored_tokens", "num_rounded_tokens", b"num_rounded_tokens", "num_steps", b"num_steps", "prefill_compute_ns", b"prefill_compute_ns", "prefill_queue_ns", b"prefill_queue_ns", "reserve_ns", b"reserve_ns", "restore_ns", b"restore_ns", "return_ns", b"return_ns", "service_ns", b"service_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

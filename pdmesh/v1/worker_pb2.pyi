@@ -214,6 +214,7 @@ class WorkerInfo(_message.Message):
     LACKS_FIELD_NUMBER: _builtins.int
     FETCH_TOKEN_S_FIELD_NUMBER: _builtins.int
     RESTORE_TOKEN_S_FIELD_NUMBER: _builtins.int
+    WARM_BLOCKS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """worker_id is stable over restarts if the deployment names it."""
     epoch: _builtins.int
@@ -242,6 +243,8 @@ class WorkerInfo(_message.Message):
     """restore_token_s is how long it expected, when it started, a prompt token's KV to take to come from its own tiers (host memory,
     disk), in seconds. 0 means that it has none. LoadReport says what it has measured since.
     """
+    warm_blocks: _builtins.int
+    """warm_blocks that it takes from other workers in all, before requests ask for them: see WarmPrefix. 0 means none."""
     @_builtins.property
     def roles(self) -> _containers.RepeatedScalarFieldContainer[Global___Role.ValueType]:
         """roles it has."""
@@ -307,10 +310,11 @@ class WorkerInfo(_message.Message):
         lacks: _abc.Iterable[Global___EngineLack.ValueType] | None = ...,
         fetch_token_s: _builtins.float = ...,
         restore_token_s: _builtins.float = ...,
+        warm_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "address", b"address", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "fetch_token_s", b"fetch_token_s", "home_roles", b"home_roles", "host_id", b"host_id", "identity", b"identity", "lacks", b"lacks", "layout", b"layout", "max_adapters", b"max_adapters", "max_context", b"max_context", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "restore_token_s", b"restore_token_s", "roles", b"roles", "transport_reach", b"transport_reach", "transports", b"transports", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "address", b"address", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "fetch_token_s", b"fetch_token_s", "home_roles", b"home_roles", "host_id", b"host_id", "identity", b"identity", "lacks", b"lacks", "layout", b"layout", "max_adapters", b"max_adapters", "max_context", b"max_context", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "restore_token_s", b"restore_token_s", "roles", b"roles", "transport_reach", b"transport_reach", "transports", b"transports", "warm_blocks", b"warm_blocks", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -856,12 +860,15 @@ class SendBlocksRequest(_message.Message):
     RESERVATION_FIELD_NUMBER: _builtins.int
     IDENTITY_FIELD_NUMBER: _builtins.int
     WAIT_MS_FIELD_NUMBER: _builtins.int
+    IN_BACKGROUND_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """epoch of the worker that is asked, as the asking one knows it."""
     wait_ms: _builtins.int
     """wait_ms is the most time to wait for blocks that a prompt under way here is computing, 60000 at most, over several calls. 0:
     send what is there.
     """
+    in_background: _builtins.bool
+    """in_background: no request waits for the blocks. The worker sends them only while it sends nothing else."""
     @_builtins.property
     def hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """hashes of blocks that follow each other in a prompt: those of the reservation behind its cached tokens, 1 to 65536. The longest
@@ -884,10 +891,11 @@ class SendBlocksRequest(_message.Message):
         reservation: _common_pb2.Reservation | None = ...,
         identity: _common_pb2.Identity | None = ...,
         wait_ms: _builtins.int = ...,
+        in_background: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "reservation", b"reservation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "hashes", b"hashes", "identity", b"identity", "reservation", b"reservation", "wait_ms", b"wait_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "hashes", b"hashes", "identity", b"identity", "in_background", b"in_background", "reservation", b"reservation", "wait_ms", b"wait_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1167,3 +1175,71 @@ class StoredBlocks(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__parent) -> _WhichOneofReturnType__parent | None: ...
 
 Global___StoredBlocks: _TypeAlias = StoredBlocks  # noqa: Y015
+
+@_typing.final
+class WarmPrefixRequest(_message.Message):
+    """WarmPrefixRequest names a prefix and who has it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    REQUEST_FIELD_NUMBER: _builtins.int
+    HOLDER_ADDRESS_FIELD_NUMBER: _builtins.int
+    HOLDER_EPOCH_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """epoch of the worker that is asked, as the router knows it."""
+    holder_address: _builtins.str
+    """holder_address, host:port of the gRPC server of the worker that has the prefix."""
+    holder_epoch: _builtins.int
+    """holder_epoch of it."""
+    @_builtins.property
+    def request(self) -> _common_pb2.TokenRequest:
+        """request whose prompt is the prefix, whole blocks, with the tenant, salt and adapter of the requests that share it. Its sampling
+        counts for nothing, and nothing may be emitted.
+        """
+
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        request: _common_pb2.TokenRequest | None = ...,
+        holder_address: _builtins.str = ...,
+        holder_epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "holder_address", b"holder_address", "holder_epoch", b"holder_epoch", "request", b"request"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WarmPrefixRequest: _TypeAlias = WarmPrefixRequest  # noqa: Y015
+
+@_typing.final
+class WarmPrefixResponse(_message.Message):
+    """WarmPrefixResponse tells what came."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    IS_OVER_FIELD_NUMBER: _builtins.int
+    num_tokens: _builtins.int
+    """num_tokens that came into the prefix cache by this call."""
+    num_cached_tokens: _builtins.int
+    """num_cached_tokens of the prefix that the prefix cache has now."""
+    is_over: _builtins.bool
+    """is_over: the worker takes no more, because its warm_blocks or the time for it are used up, or its pool is needed."""
+    def __init__(
+        self,
+        *,
+        num_tokens: _builtins.int = ...,
+        num_cached_tokens: _builtins.int = ...,
+        is_over: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_over", b"is_over", "num_cached_tokens", b"num_cached_tokens", "num_tokens", b"num_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WarmPrefixResponse: _TypeAlias = WarmPrefixResponse  # noqa: Y015

@@ -125,7 +125,7 @@ async def test_a_prefix_comes_in_parts_and_none_of_it_twice(pair: Pair, cold: Pe
     assert (await cold.control.WarmPrefix(asking(cold, pair.prefill, SHARED))).num_tokens == len(SHARED) - len(half)
     told = await cold.control.WarmPrefix(asking(cold, pair.prefill, SHARED))
     assert (told.num_tokens, told.num_cached_tokens, told.is_over) == (0, len(SHARED), False)
-    assert pair.prefill.worker._blocks.num_blocks_sent == len(SHARED) // BLOCK
+    assert pair.prefill.worker.block_sender.num_blocks_sent == len(SHARED) // BLOCK
 
 
 async def test_nothing_is_taken_from_the_workers_own_prefixes(pair: Pair, model: Model) -> None:
