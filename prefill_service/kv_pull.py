@@ -50,7 +50,7 @@ PATIENCE = 3.0
 """A pull is given up after so many times its predicted time, or the time of the computation if that is less."""
 WAIT_WORTH, MOST_WAIT_S = 1.1, 30.0
 """A holder that is still computing the blocks is waited for where that, and the pull, take little longer than computing them
-here: the work is done once."""
+here behind the prompts that are here: the work is done once."""
 ASK_AGAIN_S = 0.01
 LEAST_LIMIT_S, FORCED_LIMIT_S = 0.1, 20.0
 LEFT_OUT_S, MOST_LEFT_OUT_S = 5.0, 60.0
@@ -69,7 +69,7 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class PullTools:
     """Hold what pulls need of the worker. `compute_s(first, last)` predicts the computation of a prompt's tokens; None: the
-    worker cannot tell yet. `quiesce(reservation_id)` returns once no writer writes into its blocks,
+    worker cannot tell yet. `waiting_tokens`: of prompts that the engine has and has not computed. `quiesce(reservation_id)` returns once no writer writes into its blocks,
     `forget(address)` closes a channel."""
 
     engine: ServingEngine
@@ -82,6 +82,7 @@ class PullTools:
     channel: Callable[[str], grpc.aio.Channel]
     forget: Callable[[str], Coroutine[object, object, None]]
     compute_s: Callable[[int, int], float | None]
+    waiting_tokens: Callable[[], int]
     bytes_per_token: float
     lease_s: float
     is_forced: bool = False  # pull whatever is missing, even where computing it is quicker
@@ -173,10 +174,9 @@ class Decision:
         """Return how long it may take."""
         return max(LEAST_LIMIT_S, min(self.saved_s, PATIENCE * self.pull_s))
 
-    @property
-    def wait_s(self) -> float:
-        """Return how long the holder may take to compute what it lacks."""
-        return min(MOST_WAIT_S, max(0.0, WAIT_WORTH * self.saved_s - self.pull_s))
+    def wait_s(self, queue_s: float) -> float:
+        """Return how long the holder may take to compute what it lacks, where prompts before this one take `queue_s` here."""
+        return min(MOST_WAIT_S, max(0.0, WAIT_WORTH * (queue_s + self.saved_s) - self.pull_s))
 
 
 FORCED, NOTHING = Decision(0.0, math.inf), Decision(0.0, 0.0)
@@ -244,7 +244,7 @@ class KVPuller:
             decision = self._decide(known, cached, num_tokens, len(tokens))
             if not decision.is_worth:
                 return None
-            return Limits(FORCED_LIMIT_S if self._tools.is_forced else decision.limit_s, decision.wait_s)
+            return Limits(FORCED_LIMIT_S if self._tools.is_forced else decision.limit_s, decision.wait_s(self._queue_s()))
 
         try:
             return await self._fetch(self._wanted(request, tokens[:num_tokens]), holder, known, limits)
@@ -282,6 +282,11 @@ class KVPuller:
             return await self._ask(pull, holder, known)
         finally:
             await to_its_end(self._close(wanted.request_id, pull))
+
+    def _queue_s(self) -> float:
+        """Return how long the prompts that are here should take to compute."""
+        num_tokens = self._tools.waiting_tokens()
+        return (self._tools.compute_s(0, num_tokens) or 0.0) if num_tokens else 0.0
 
     def _known(self, holder: prefill_pb2.KVHolder) -> Holder:
         """Return what is known of a holder; what was not used for long is forgotten."""
