@@ -69,7 +69,7 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class PullTools:
     """Hold what pulls need of the worker. `compute_s(first, last)` predicts the computation of a prompt's tokens; None: the
-    worker cannot tell yet. `waiting_tokens`: of prompts that the engine has and has not computed. `quiesce(reservation_id)` returns once no writer writes into its blocks,
+    worker cannot tell yet. `quiesce(reservation_id)` returns once no writer writes into its blocks,
     `forget(address)` closes a channel."""
 
     engine: ServingEngine
@@ -82,7 +82,6 @@ class PullTools:
     channel: Callable[[str], grpc.aio.Channel]
     forget: Callable[[str], Coroutine[object, object, None]]
     compute_s: Callable[[int, int], float | None]
-    waiting_tokens: Callable[[], int]
     bytes_per_token: float
     lease_s: float
     is_forced: bool = False  # pull whatever is missing, even where computing it is quicker
@@ -285,7 +284,7 @@ class KVPuller:
 
     def _queue_s(self) -> float:
         """Return how long the prompts that are here should take to compute."""
-        num_tokens = self._tools.waiting_tokens()
+        num_tokens = self._tools.sharing.num_to_compute
         return (self._tools.compute_s(0, num_tokens) or 0.0) if num_tokens else 0.0
 
     def _known(self, holder: prefill_pb2.KVHolder) -> Holder:

@@ -92,6 +92,12 @@ class BlockSharing:
                 num_before += sequence.num_remaining
             return most, num_tokens
 
+    @property
+    def num_to_compute(self) -> int:
+        """Return how many tokens of prompts are here and not computed."""
+        with self._blocks.lock:
+            return sum(sequence.num_remaining for sequence in self._prompts())
+
     def _prompts(self) -> Iterator[EngineSequence]:
         active = (group for group in self._table if group.phase is Phase.ACTIVE)
         return (sequence for group in active for sequence in group.sequences if sequence.is_exact and not sequence.is_going_on)

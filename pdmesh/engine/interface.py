@@ -63,6 +63,10 @@ class KVSharing(Protocol):
         """Return how many of some blocks, which follow each other in a prompt from its block `first` on, are here or will be when
         the prompts under way are computed, and how many tokens of prompts are computed until then: 0, no more blocks come."""
 
+    @property
+    def num_to_compute(self) -> int:
+        """Return how many tokens of prompts the engine has and has not computed."""
+
     async def unpin(self, pin_id: str) -> None:
         """Let go of pinned blocks; idempotent."""
 

@@ -316,7 +316,6 @@ class Worker:
                 channel=self._channels.get,
                 forget=self._channels.forget,
                 compute_s=self._prefill_s,
-                waiting_tokens=lambda: self.load.stats.num_waiting_tokens,
                 bytes_per_token=2 * memory.num_layers * memory.bytes_per_layer_block / layout.block_size,
                 lease_s=self._config.lease_s,
                 is_forced=self._config.kv_pull == "always",

@@ -177,6 +177,10 @@ class BuiltinSharing:
     async def coming(self, first: int, hashes: Sequence[bytes]) -> tuple[int, int]:
         return self._engine.calls.now(lambda engine: engine.sharing.coming(first, hashes))
 
+    @property
+    def num_to_compute(self) -> int:
+        return self._engine.calls.now(lambda engine: engine.sharing.num_to_compute)
+
     async def unpin(self, pin_id: str) -> None:
         self._engine.calls.now(lambda engine: engine.sharing.unpin(pin_id))
 
