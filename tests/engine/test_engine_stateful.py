@@ -246,15 +246,15 @@ class EngineMachine(RuleBasedStateMachine):
                 self.expected[wanted.request_id] = Reserved(wanted, granted)
 
     @precondition(lambda self: self.expected)
-    @rule(data=st.data(), share=st.floats(0, 1))
-    def take_in(self, data: st.DataObject, share: float) -> None:
+    @rule(data=st.data(), share=st.floats(0, 1), is_rounded=st.booleans())
+    def take_in(self, data: st.DataObject, share: float, is_rounded: bool) -> None:
         """Some of them have come, or none: then nothing is published."""
         request_id = data.draw(st.sampled_from(sorted(self.expected)))
         each, size = self.expected.pop(request_id), self.engine.config.block_size
         come = int(share * each.granted.num_tokens) // size * size
         if come > each.granted.num_cached_tokens:
             self.write(each, come)
-            self.engine.sharing.take_in(request_id, come)
+            self.engine.sharing.take_in(request_id, come, is_rounded=is_rounded)
         assert self.engine.release(request_id)
 
     @rule(request=requests())
@@ -266,6 +266,7 @@ class EngineMachine(RuleBasedStateMachine):
         pin_id = f"pin {self.num_requests}"
         self.num_requests += 1
         block_ids = self.engine.sharing.pin(pin_id, hashes)
+        assert all(map(self.engine._allocator.pool.is_exact, hashes[: len(block_ids)]))
         self.pinned[pin_id] = block_ids, self.content(block_ids)
 
     @precondition(lambda self: self.pinned)

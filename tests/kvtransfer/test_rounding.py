@@ -10,6 +10,8 @@ from kvtransfer.conversion import KVFormat, Numbers
 from kvtransfer.framing import checksum
 from kvtransfer.rounding import Rounding
 from kvtransfer.tiers.base import BlockBytes
+from kvtransfer.tiers.opening import digest_of
+from pdmesh.v1 import common_pb2
 
 LAYERS, TOKENS, HEADS, DIM = 3, 16, 2, 32
 SHAPE = (LAYERS * TOKENS, HEADS, DIM)
@@ -113,3 +115,11 @@ def test_a_pool_that_is_rounded_already_is_refused(dtype: str) -> None:
         rounding_of("plain", dtype, "int8")
     with pytest.raises(ValueError, match="kv_tier_dtype: 'int4' is not one of int8, fp8"):
         rounding_of("plain", "bfloat16", "int4")
+
+
+def test_blocks_of_each_rounding_have_an_identity_of_their_own() -> None:
+    """That of blocks that are not rounded is what it was before tiers could round."""
+    identity, layout = common_pb2.Identity(model="m"), common_pb2.KVLayout(kv_dtype="bfloat16")
+    digests = {each: digest_of(identity, layout, 100, each) for each in ("pool", "int8", "fp8")}
+    assert len(set(digests.values())) == 3
+    assert digests["pool"] == digest_of(identity, layout, 100) == bytes.fromhex("772bd50ad3baee6a")
