@@ -38,8 +38,9 @@ class KVSources(Protocol):
     """Bring KV into the prefix cache."""
 
     async def bring(self, request: EngineRequest, holder: prefill_pb2.KVHolder | None) -> Brought:
-        """Bring what the pool lacks of a request, as far as that is quicker than computing it. Nothing that goes wrong is an
-        error, but for an engine that has stopped. Raises EngineStopped."""
+        """Bring what the pool lacks of a request, as far as that is quicker than computing it. The request claims it until the
+        engine admits it, or is told to release it. Nothing that goes wrong is an error, but for an engine that has stopped.
+        Raises EngineStopped."""
 
     @property
     def is_moving(self) -> bool:

@@ -1,6 +1,6 @@
 """Blocks of the prefix cache that move: to other workers and to tiers beneath the pool, and back from them.
 
-    here    expect ──► reserved, written by the other worker ──► take_in: published, and free to be found ──► release
+    here    claim ──► expect ──► reserved, written by the other worker ──► take_in: published, and free to be found ──► release
     there   pin ──► read ──► unpin
     tier    take_published ──► pin_any ──► copied to the tier ──► unpin; back as from another worker
 
@@ -72,6 +72,12 @@ class BlockSharing:
                 raise InvalidRequest(f"num_tokens: {num_tokens} is not in {sequence.num_computed} to {sequence.num_tokens}")
             sequence.num_computed = num_tokens
             self._blocks.publish(sequence, is_rounded=is_rounded)
+
+    def claim(self, request: EngineRequest) -> None:
+        """Evict the blocks of a request's tokens after all others, those that come too, until it is admitted or released."""
+        hashes = self._blocks.chain(request.block_root, request.history)
+        with self._blocks.lock:
+            self._blocks.pool.claim(request.request_id, hashes)
 
     def pin(self, pin_id: str, hashes: Iterable[bytes]) -> tuple[int, ...]:
         """Pin the longest beginning of these blocks that is here and exact, until `unpin`; return their ids. Raises

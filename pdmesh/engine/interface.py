@@ -55,6 +55,10 @@ class KVSharing(Protocol):
         """Add what has arrived to the prefix cache, the KV of the first `num_tokens` tokens; `is_rounded`: a tier has rounded
         it. Raises UnknownRequest, InvalidState or InvalidRequest (not so many were expected)."""
 
+    async def claim(self, request: EngineRequest) -> None:
+        """Keep the blocks of a request's tokens before all others, those that are here and those that come, until it is admitted
+        or released: the caller releases it, also where the engine never gets it."""
+
     async def pin(self, pin_id: str, hashes: Sequence[bytes]) -> tuple[int, ...]:
         """Keep the longest beginning of these blocks that is here and exact (neither rounded nor computed from rounded KV), until
         `unpin`; return their ids. Raises InvalidRequest."""

@@ -103,7 +103,7 @@ class Worker:
         self._sender = Sender(engine.memory, served_model.identity, served_model.layout, self.epoch, tls=tls, secret=self.secret)
         self._channels = Channels(tls=tls, secret=self.secret, keepalive=PATIENT)
         self.puller = self._kv_puller(served_model)
-        self._sources = WorkerKVSources(self.tiers, self.puller) if self.tiers or self.puller else None
+        self._sources = WorkerKVSources(engine.sharing, self.tiers, self.puller) if self.tiers or self.puller else None
         self._warmer = KVWarmer(self._warm_tools(served_model))
         self.block_sender = BlockSender(
             engine.sharing,

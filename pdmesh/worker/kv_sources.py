@@ -14,6 +14,7 @@ from kvtransfer.tiers.opening import open_tiers
 from kvtransfer.tiers.pool_blocks import pool_blocks
 from kvtransfer.tiers.threads import TierThreads
 from kvtransfer.tiers.tiers import NOTHING, KVTiers, TierTools
+from pdmesh.engine.interface import KVSharing
 from pdmesh.engine.request import EngineRequest
 from pdmesh.runtime.config import ConfigError
 from pdmesh.v1 import common_pb2, prefill_pb2
@@ -27,9 +28,9 @@ COPYING_THREADS = 2
 class WorkerKVSources:
     """Bring what the tiers have, then what another worker has beyond it. Satisfies `KVSources`."""
 
-    def __init__(self, tiers: KVTiers | None, puller: KVPuller | None) -> None:
-        """`None`: there is no such source."""
-        self._tiers, self._puller = tiers, puller
+    def __init__(self, sharing: KVSharing | None, tiers: KVTiers | None, puller: KVPuller | None) -> None:
+        """`tiers`, `puller` None: there is no such source. `sharing` None: there is none."""
+        self._sharing, self._tiers, self._puller = sharing, tiers, puller
 
     @property
     def is_moving(self) -> bool:
@@ -37,6 +38,8 @@ class WorkerKVSources:
 
     async def bring(self, request: EngineRequest, holder: prefill_pb2.KVHolder | None) -> Brought:
         began_ns = time.monotonic_ns()
+        if self._sharing is not None and (self._tiers is not None or holder is not None):
+            await self._sharing.claim(request)
         restored = await self._tiers.restore(request) if self._tiers is not None else NOTHING
         restored_ns = time.monotonic_ns() if self._tiers is not None else began_ns
         num_fetched: int | None = 0

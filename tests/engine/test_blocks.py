@@ -57,6 +57,71 @@ def test_a_hit_makes_a_block_recent() -> None:
     assert pool.allocate(1) == [1]
 
 
+def pool_of(*chains: tuple[bytes, ...]) -> BlockPool:
+    """A pool that is full of cached blocks, all free, the first chain's the oldest."""
+    pool = BlockPool(sum(map(len, chains)))
+    for chain in chains:
+        block_ids = pool.allocate(len(chain)) or []
+        for block_id, block_hash in zip(block_ids, chain, strict=True):
+            pool.publish(block_id, block_hash)
+        pool.release(block_ids)
+    return pool
+
+
+def test_claimed_blocks_go_after_all_others_and_are_as_free() -> None:
+    pool = pool_of((A, B), (C, D))
+    pool.claim("r", [A, B])
+    assert pool.num_free == 4
+    held = pool.allocate(2)
+    assert pool.find([A, B]) == [0, 1] and not pool.find([C])
+    pool.check({2: 1, 3: 1})
+    assert pool.allocate(1) == [1], "nothing else is free: the claim is given up"
+    assert "r" not in pool.claims and pool.find([A, B]) == [0]
+    assert held == [3, 2]
+
+
+def test_the_oldest_claim_is_given_up_first_and_as_a_whole() -> None:
+    pool = pool_of((A, B), (C, D))
+    pool.claim("first", [C, D])
+    pool.claim("second", [A, B])
+    pool.claim("none of it is here", [b"e"])
+    assert pool.allocate(1) == [3]
+    assert ("first" in pool.claims, "second" in pool.claims) == (False, True)
+    pool.check({3: 1})
+    assert pool.allocate(1) == [2]
+    assert "second" in pool.claims
+
+
+def test_a_claim_holds_for_what_comes_later_and_ends() -> None:
+    pool = BlockPool(3)
+    pool.claim("r", [A])
+    pool.claim("r", [A])
+    pool.claim("other", [A])
+    for block_id, block_hash in enumerate((A, B, C)):
+        pool.allocate(1)
+        pool.publish(block_id, block_hash)
+        pool.release([block_id])
+    assert pool.allocate(1) == [1]
+    pool.acquire(pool.find([A]))  # as an admission does
+    pool.unclaim("r")
+    pool.unclaim("r")
+    pool.release([0])
+    pool.check({1: 1})
+    assert pool.allocate(1) == [2], "the other request still claims it"
+    pool.unclaim("other")
+    pool.check({1: 1, 2: 1})
+    assert pool.allocate(1) == [0] and not pool.claims.hashes
+
+
+def test_claims_have_no_more_hashes_than_the_pool_has_blocks() -> None:
+    pool = pool_of((A, B))
+    pool.claim("long", [A, B, C, D])
+    assert set(pool.claims.hashes) == {A, B}
+    pool.claim("next", [C])
+    assert set(pool.claims.hashes) == {C} and "long" not in pool.claims
+    pool.check({})
+
+
 def test_shared_blocks_are_free_only_after_the_last_release() -> None:
     pool = BlockPool(2)
     pool.allocate(2)

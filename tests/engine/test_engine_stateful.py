@@ -17,6 +17,7 @@ from pdmesh.engine import engine as engine_module
 from pdmesh.engine.engine import Engine, EngineStep
 from pdmesh.engine.errors import RequestTooLarge
 from pdmesh.engine.interface import ReservedBlocks
+from pdmesh.engine.kv_cache.claims import BlockClaims
 from pdmesh.engine.kv_cache.retention import Retention
 from pdmesh.engine.request import EngineRequest
 from pdmesh.engine.runner.model_runner import SampledOutput
@@ -130,6 +131,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.reserved: dict[str, Reserved] = {}
         self.expected: dict[str, Reserved] = {}  # blocks that another worker writes, for the prefix cache
         self.pinned: dict[str, tuple[tuple[int, ...], Tensor]] = {}  # blocks that another worker reads, and what is in them
+        self.claiming: list[EngineRequest] = []  # that the engine does not have yet
         self.under_way: EngineStep | None = None
         self.is_computed = False  # the step under way
         self.to_release: list[str] = []  # behind it
@@ -258,6 +260,35 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.engine.release(request_id)
 
     @rule(request=requests())
+    def claim(self, request: EngineRequest) -> None:
+        """Blocks come for a request before the engine has it; it may never get it."""
+        request = self.named(request)
+        self.engine.sharing.claim(request)
+        assert request.request_id in self.claims
+        self.claiming.append(request)
+
+    @precondition(lambda self: self.claiming)
+    @rule(data=st.data(), how=st.sampled_from(["add", "reserve", "release"]))
+    def end_claim(self, data: st.DataObject, how: str) -> None:
+        request = self.claiming.pop(data.draw(st.integers(0, len(self.claiming) - 1)))
+        try:
+            if how == "add" and self.engine.add(request):
+                self.running[request.request_id] = request
+                return  # it ends when that is admitted
+            granted = self.engine.reserve(request) if how == "reserve" else None
+        except RequestTooLarge:
+            granted = None
+        if granted is not None:
+            self.reserved[request.request_id] = Reserved(request, granted)
+        else:
+            self.engine.release(request.request_id)
+        assert request.request_id not in self.claims
+
+    @property
+    def claims(self) -> BlockClaims:
+        return self.engine._pool.claims
+
+    @rule(request=requests())
     def pin(self, request: EngineRequest) -> None:
         """Another worker reads the first blocks of a prompt, as far as they are here."""
         size, hashes, parent = self.engine.config.block_size, list[bytes](), request.cache_root
@@ -361,6 +392,9 @@ class EngineMachine(RuleBasedStateMachine):
         for pin_id in list(self.pinned):
             self.check_pinned(pin_id)
         self.finish()
+        for request in self.claiming:
+            self.engine.release(request.request_id)
+        assert not len(self.claims) and not self.claims.hashes
         stats = self.engine.stats()
         assert stats.num_free_blocks == stats.num_total_blocks
         self.now += 60

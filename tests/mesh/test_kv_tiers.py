@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -14,14 +15,16 @@ from typing import Any
 
 import pytest
 
+from kvtransfer.kv_sources import Brought
 from kvtransfer.tiers import reuse, write_behind
 from kvtransfer.tiers.base import BlockBytes
 from kvtransfer.tiers.disk import DiskTier
 from kvtransfer.tiers.settings import TierConfig
 from kvtransfer.tiers.tiers import KVTiers
 from pdmesh.engine.kv_cache.published_blocks import BlockName
+from pdmesh.engine.request import EngineRequest
 from pdmesh.runtime.config import ConfigError
-from pdmesh.v1 import common_pb2, mesh_pb2, worker_pb2
+from pdmesh.v1 import common_pb2, mesh_pb2, prefill_pb2, worker_pb2
 from router.config import RouterConfig
 from router.telemetry.timings import RequestTimings
 from tests.mesh import oracle
@@ -304,6 +307,35 @@ async def test_routers_are_told_how_fast_tiers_have_proved(model: Model, tiny: P
         await eventually(lambda: known_s() > 4 * pair.prefill.info.restore_token_s)  # it forgets what it has learned
         tiers._switch_off()
         await eventually(lambda: known_s() == 0.0)
+
+
+async def test_what_was_restored_is_there_when_the_engine_takes_the_request(
+    model: Model, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others that come first use the whole pool meanwhile, and evict all but what was restored."""
+    prompt, others = oracle.prompt_of(1, 100), [oracle.prompt_of(number, 100) for number in range(2, 26)]
+    async with running_pair(model, tiny, on_disk(tmp_path)) as pair:
+        await pair.answer(prompt)
+        await written(pair.prefill, 100 // BLOCK)
+    async with running_pair(model, tiny, on_disk(tmp_path)) as pair:
+        sources = pair.prefill.worker._sources
+        assert sources is not None
+        bring, num_calls, pool = sources.bring, itertools.count(), pair.prefill.engine._pool
+
+        async def brought_early(request: EngineRequest, holder: prefill_pb2.KVHolder | None) -> Brought:
+            brought = await bring(request, holder)
+            if not next(num_calls):
+                for other in others:
+                    await pair.answer(other, max_tokens=2)
+            return brought
+
+        monkeypatch.setattr(sources, "bring", brought_early)
+        before = pair.prefill.engine.stats().num_prefilled_tokens
+        await pair.answer(prompt)
+        computed = pair.prefill.engine.stats().num_prefilled_tokens - before
+        assert len(others) * (100 // BLOCK) > pool.num_total, "others have not used the whole pool"
+        assert computed == 100 * len(others) + 100 % BLOCK
+        assert not len(pool.claims)
 
 
 def computed_s(token_s: float, first: int, last: int) -> float:

@@ -64,6 +64,7 @@ class BlockManager:
         self._note_exactness(sequence)
         self.num_prefix_hit_tokens += sequence.num_computed
         self._note_used(sequence)
+        self.pool.unclaim(sequence.group.request.request_id)  # it holds them now
         return True
 
     def next_hash(self, sequence: Sequence) -> bytes:

@@ -1,7 +1,7 @@
 """The pool of KV blocks: reference counts, cached prefixes, and the order of eviction.
 
-    free, LRU:   uncached ... | lapsed ... | cached, oldest ... cached, youngest | retained     allocate() takes from the left
-    in use:      ref count >= 1; a block with a hash may be held by several sequences
+    free, LRU:  uncached ... | lapsed ... | cached, oldest ... cached, youngest | retained | claimed    allocate(): from the left
+    in use:     ref count >= 1; a block with a hash may be held by several sequences
 
 A block that is freed keeps its hash and its content until it is allocated again, so a later prompt may find it.
 Blocks without a hash cannot be reused by a prompt and are allocated first. Retained blocks (retention.py) are allocated when no
@@ -9,18 +9,21 @@ other is free: they are as free as the others, so retention makes no request wai
 
 A retained block is set aside when its turn to be evicted comes. So blocks that are set aside are less recently used than all
 others, and one that lapses, because its time is over or its session was released, is the next to go.
+
+Claimed blocks (claims.py), for which a request waits, are allocated last.
 """
 
 from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
 from pdmesh.engine.errors import IntegrityError
 from pdmesh.engine.kv_cache.block_events import BlockEventLog
+from pdmesh.engine.kv_cache.claims import BlockClaims
 from pdmesh.engine.kv_cache.retention import NO_RETENTION, RetainedBlocks, Retention, RetentionBounds
 
 # What a prefix cache has gained and lost, for an index of it elsewhere
@@ -114,6 +117,8 @@ class BlockPool:
         self._expendable: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # uncached, then lapsed
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._set_aside: OrderedDict[int, None] = OrderedDict()  # retained
+        self._claimed: OrderedDict[int, None] = OrderedDict()
+        self.claims = BlockClaims()
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
         self._inexact: dict[bytes, bool] = {}  # published blocks of rounded KV (True), or computed from such (False)
@@ -121,7 +126,7 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Return the free blocks, those with a reusable prefix included."""
-        return len(self._expendable) + len(self._cached) + len(self._set_aside)
+        return len(self._expendable) + len(self._cached) + len(self._set_aside) + len(self._claimed)
 
     @property
     def num_retained(self) -> int:
@@ -192,8 +197,9 @@ class BlockPool:
                 raise IntegrityError(f"block {block_id} is released but no sequence holds it")
             self._refs[block_id] -= 1
             if not self._refs[block_id]:
-                if block_id in self._hash_of:
-                    self._cached[block_id] = None
+                block_hash = self._hash_of.get(block_id)
+                if block_hash is not None:
+                    (self._claimed if block_hash in self.claims.hashes else self._cached)[block_id] = None
                 else:
                     self._expendable[block_id] = None
                     self._expendable.move_to_end(block_id, last=False)
@@ -212,6 +218,31 @@ class BlockPool:
         """Take blocks out of the prefix cache, whose content turned out to be useless. Sequences that hold them keep them."""
         for block_id in block_ids:
             self._forget(block_id)
+
+    def claim(self, request_id: str, hashes: Sequence[bytes]) -> None:
+        """Evict the blocks of this hash chain after all others, those that come later too, until `unclaim`; those past the size
+        of the pool are left out. The oldest claims go when together they have more hashes than the pool has blocks."""
+        hashes = hashes[: self.num_total]
+        self.unclaim(request_id)
+        self.claims.add(request_id, hashes)
+        while len(self.claims.hashes) > self.num_total:
+            self._put_back(self.claims.drop_oldest())
+        for block_hash in hashes:
+            block_id = self._block_of.get(block_hash)
+            if block_id is not None and not self._refs[block_id]:
+                self._pop_free(block_id)
+                self._claimed[block_id] = None
+
+    def unclaim(self, request_id: str) -> None:
+        """Give up a request's claim; idempotent."""
+        self._put_back(self.claims.drop(request_id))
+
+    def _put_back(self, hashes: Sequence[bytes]) -> None:
+        """Let blocks be evicted in their turn, now that no request claims them: as the youngest, the end of a chain first."""
+        for block_hash in reversed(hashes):
+            block_id = self._block_of.get(block_hash)
+            if block_id is not None and self._claimed.pop(block_id, 0) is None:
+                self._cached[block_id] = None
 
     def retain(self, retention: Retention, hashes: Iterable[bytes]) -> None:
         """Retain the longest published prefix of a hash chain, as far as the bounds allow. Its time begins now."""
@@ -236,7 +267,7 @@ class BlockPool:
         used = {block_id: refs for block_id, refs in enumerate(self._refs) if refs}
         if used != dict(references):
             raise IntegrityError(f"ref counts {used} are not what sequences hold: {dict(references)}")
-        free = {*self._expendable, *self._cached, *self._set_aside}
+        free = {*self._expendable, *self._cached, *self._set_aside, *self._claimed}
         if not len(free) + len(used) == self.num_free + len(used) == self.num_total or not used.keys().isdisjoint(free):
             raise IntegrityError(f"{self.num_free} free + {len(used)} used blocks are not {self.num_total}")
         if self._hash_of != {block_id: block_hash for block_hash, block_id in self._block_of.items()}:
@@ -244,6 +275,9 @@ class BlockPool:
         if not self._inexact.keys() <= self._block_of.keys():
             raise IntegrityError("a block counts as rounded that is not in the prefix cache")
         self.retained.check(self._block_of)
+        claimed = {block_id for block_id in free if self._hash_of.get(block_id, b"") in self.claims.hashes}
+        if claimed != set(self._claimed):
+            raise IntegrityError("the free blocks that requests claim are not those that are evicted last")
         if any(self._hash_of.get(block_id, b"") not in self._retained_hashes for block_id in self._set_aside):
             raise IntegrityError("a block is set aside that is not retained")
         if any(self._hash_of.get(block_id, b"") in self._retained_hashes for block_id in self._expendable):
@@ -260,16 +294,19 @@ class BlockPool:
         """Take the free block that is worth least out of its queue."""
         if self._expendable:
             return self._expendable.popitem(last=False)[0]
-        while self._cached:
-            block_id, _ = self._cached.popitem(last=False)
-            if self._hash_of[block_id] not in self._retained_hashes:
-                return block_id
-            self._set_aside[block_id] = None
-        self.num_retained_evicted += 1
-        return self._set_aside.popitem(last=False)[0]
+        while True:
+            while self._cached:
+                block_id, _ = self._cached.popitem(last=False)
+                if self._hash_of[block_id] not in self._retained_hashes:
+                    return block_id
+                self._set_aside[block_id] = None
+            if self._set_aside:
+                self.num_retained_evicted += 1
+                return self._set_aside.popitem(last=False)[0]
+            self._put_back(self.claims.drop_oldest())  # one of them holds a free block, as there is no other
 
     def _pop_free(self, block_id: int) -> None:
-        for queue in (self._cached, self._set_aside, self._expendable):
+        for queue in (self._cached, self._set_aside, self._claimed, self._expendable):
             if queue.pop(block_id, 0) is None:
                 return
 

@@ -90,7 +90,8 @@ class RequestTable:
         return group is not None and any(sequence in sequences for sequence in group.sequences)
 
     def release(self, request_id: str) -> bool:
-        """Free all blocks of a request in any state; return False if it is not in the table."""
+        """Free all blocks of a request in any state, and its claim; return False if it is not in the table."""
+        self._allocator.pool.unclaim(request_id)
         group = self._groups.pop(request_id, None)
         for sequence in group.sequences if group else ():
             self._scheduler.discard(sequence)

@@ -171,6 +171,9 @@ class BuiltinSharing:
     async def take_in(self, request_id: str, num_tokens: int, *, is_rounded: bool = False) -> None:
         self._engine.calls.now(lambda engine: engine.sharing.take_in(request_id, num_tokens, is_rounded=is_rounded))
 
+    async def claim(self, request: EngineRequest) -> None:
+        self._engine.calls.now(lambda engine: engine.sharing.claim(request))
+
     async def pin(self, pin_id: str, hashes: Sequence[bytes]) -> tuple[int, ...]:
         return self._engine.calls.now(lambda engine: engine.sharing.pin(pin_id, hashes))
 
