@@ -25,14 +25,13 @@ from pdmesh.runtime.errors import ResourceExhausted, Unimplemented
 from pdmesh.runtime.files import cache_root_of
 from pdmesh.text.block_hash import HASH_BYTES
 from pdmesh.v1 import worker_pb2
-from router.fleet.heartbeat import being_cancelled
+from router.fleet.following import CallEnd, Gap, InvalidMessage, alive_workers, call_again_while, look_forever
 from router.fleet.registry import FleetRegistry
 from router.fleet.worker import Worker
 from router.kv_events.mesh_blocks import MeshBlock, MeshBlocks, MeshChanges
 from router.routing.worker_snapshot import WorkerKey
 from router.tokenization.prepared_request import scoped_salt
 
-LOOK_PERIOD_S = 0.1
 SETTLE_S = 5.0  # what a subscriber waits at most for the lists of all workers
 MAX_READERS = 16
 MAX_WAITING_BLOCKS = 1 << 16
@@ -40,10 +39,6 @@ FIRST_GAP_S, MAX_GAP_S = 0.5, 30.0
 _REFUSALS = (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.FAILED_PRECONDITION)
 
 logger = logging.getLogger(__name__)
-
-
-class InvalidEvents(ValueError):
-    """Report an invalid message of WatchBlocks; the message names the field."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +51,7 @@ class MeshUpdate:
 
 @dataclass(eq=False)
 class Followed:
-    """Hold one incarnation of a worker. `answered`: it has listed its blocks, or refused to. `gap_s`: how long to wait once its
+    """Hold one incarnation of a worker. `answered`: it has listed its blocks, or refused to. `gap`: how long to wait once its
     stream has broken; it doubles until the worker lists its blocks again."""
 
     worker: Worker
@@ -64,7 +59,7 @@ class Followed:
     answered: bool = False
     refusal: str = ""
     task: asyncio.Task[None] | None = None
-    gap_s: float = 0.0
+    gap: Gap = field(default_factory=lambda: Gap(FIRST_GAP_S, MAX_GAP_S))
     listing: list[MeshBlock] = field(default_factory=list)
 
     @property
@@ -121,7 +116,8 @@ class BlockFollower:
         self._readers.add(backlog)
         if self._looking is None:
             self._is_full = False
-            self._looking = asyncio.create_task(self._look_forever(), name="workers of KV events")
+            looking = look_forever(self._fleet, self._look, logger, "workers with KV events")
+            self._looking = asyncio.create_task(looking, name="workers of KV events")
             self._look()
         try:
             yield backlog
@@ -151,23 +147,12 @@ class BlockFollower:
         if refusals and all(refusals):
             raise Unimplemented(f"SubscribeKvEvents: no worker has KV events; start workers with --kv-events ({refusals[0]})")
 
-    async def _look_forever(self) -> None:
-        while True:
-            change = self._fleet.changes.next
-            try:
-                self._look()
-            except Exception:  # a bug here costs events, and must not cost more
-                logger.exception("looking for workers with KV events failed")
-            await asyncio.sleep(LOOK_PERIOD_S)  # heartbeats come often
-            await change.wait()
-
     def _look(self) -> None:
         """Start to follow new workers, and forget those that are lost."""
         alive: dict[WorkerKey, Followed] = {}
-        for worker in self._fleet.workers.values():
+        for key, worker in alive_workers(self._fleet).items():
             if worker.current is not None and worker.current.info.identity.model == self._model:
-                followed = Followed(worker, worker.current.info)
-                alive[followed.key] = followed
+                alive[key] = Followed(worker, worker.current.info)
         for key in self._followed.keys() - alive.keys():
             lost = self._followed.pop(key)
             if lost.task is not None:
@@ -179,38 +164,31 @@ class BlockFollower:
             followed.task = asyncio.create_task(self._follow(followed), name=f"KV events of {followed.info.address}")
 
     async def _follow(self, followed: Followed) -> None:
-        followed.gap_s = FIRST_GAP_S
-        while not followed.refusal:
-            problem: object = "its stream ended"
-            try:
-                await self._follow_once(followed)
-            except InvalidEvents as error:
-                problem = error
-            except grpc.aio.AioRpcError as error:
-                problem = error.details()
-                if error.code() in _REFUSALS:
-                    followed.answered, followed.refusal = True, error.details() or "refused"
-                    self._answers.set()
-            except (asyncio.CancelledError, grpc.aio.UsageError) as error:
-                if isinstance(error, asyncio.CancelledError) and being_cancelled():
-                    raise
-                problem = "its channel was closed"
-            except Exception:  # a bug costs the events of this worker until the next try only
-                logger.exception("following the KV events of %s failed", followed.info.address)
-            logger.info("KV events of %s are not known: %s", followed.info.worker_id, problem)
-            gap_s = followed.gap_s
-            followed.gap_s = min(2 * gap_s, MAX_GAP_S)  # that of the next break, unless the stream lists its blocks until then
-            await asyncio.sleep(gap_s)
+        await call_again_while(
+            lambda: not followed.refusal,
+            lambda: self._follow_once(followed),
+            lambda end: self._note_end(followed, end),
+            followed.gap,
+        )
+
+    def _note_end(self, followed: Followed, end: CallEnd) -> None:
+        """Log why a stream has ended, and whether the worker will never have another."""
+        if end.code in _REFUSALS:
+            followed.answered, followed.refusal = True, end.problem or "refused"
+            self._answers.set()
+        if end.bug is not None:
+            logger.error("following the KV events of %s failed", followed.info.address, exc_info=end.bug)
+        logger.info("KV events of %s are not known: %s", followed.info.worker_id, end.problem or "its stream ended")
 
     async def _follow_once(self, followed: Followed) -> None:
-        """Apply one stream. Raises InvalidEvents, AioRpcError; CancelledError also when only the call is cancelled."""
+        """Apply one stream. Raises InvalidMessage, AioRpcError; CancelledError also when only the call is cancelled."""
         is_listed = False
         followed.listing = []
         call = followed.worker.watch_blocks()
         try:
             async for message in call:
                 if not is_listed and not message.is_list:
-                    raise InvalidEvents("is_list: false, before the list was complete")
+                    raise InvalidMessage("is_list: false, before the list was complete")
                 self._take(followed, message)
                 is_listed = is_listed or message.is_last
         finally:
@@ -219,17 +197,17 @@ class BlockFollower:
     def _take(self, followed: Followed, message: worker_pb2.BlockEvents) -> None:
         info, key = followed.info, followed.key
         if message.epoch != info.epoch:
-            raise InvalidEvents(f"epoch {message.epoch:016x} is not the worker's {info.epoch:016x}")
+            raise InvalidMessage(f"epoch {message.epoch:016x} is not the worker's {info.epoch:016x}")
         stored = list(blocks_of(message, info.layout.block_size))
         if not message.is_list:
             self._spread(self._blocks.change(key, message.removed, stored))
         else:
             followed.listing += stored
         if max(len(followed.listing), self._blocks.num_held(key)) > info.num_blocks:
-            raise InvalidEvents(f"stored blocks are more than the worker's num_blocks, {info.num_blocks}")
+            raise InvalidMessage(f"stored blocks are more than the worker's num_blocks, {info.num_blocks}")
         if message.is_last:
             listing, followed.listing, followed.answered = followed.listing, [], True
-            followed.gap_s = FIRST_GAP_S
+            followed.gap.reset(to_first=True)
             self._spread(self._blocks.replace(key, listing))
             self._answers.set()
 
@@ -244,15 +222,15 @@ class BlockFollower:
 
 
 def blocks_of(message: worker_pb2.BlockEvents, block_size: int) -> Iterator[MeshBlock]:
-    """Yield the blocks that a message stores. Raises InvalidEvents."""
+    """Yield the blocks that a message stores. Raises InvalidMessage."""
     for index, chain in enumerate(message.stored):
         where = f"stored[{index}]"
         if not chain.blocks or len(chain.token_ids) != block_size * len(chain.blocks):
-            raise InvalidEvents(f"{where}.token_ids: {len(chain.token_ids)} for {len(chain.blocks)} blocks of {block_size}")
+            raise InvalidMessage(f"{where}.token_ids: {len(chain.token_ids)} for {len(chain.blocks)} blocks of {block_size}")
         if len(chain.cache_root) not in (0, HASH_BYTES):
-            raise InvalidEvents(f"{where}.cache_root: {len(chain.cache_root)} bytes, not {HASH_BYTES}")
+            raise InvalidMessage(f"{where}.cache_root: {len(chain.cache_root)} bytes, not {HASH_BYTES}")
         if len(chain.adapter) > MAX_NAME_CHARS:
-            raise InvalidEvents(f"{where}.adapter: more than {MAX_NAME_CHARS} characters")
+            raise InvalidMessage(f"{where}.adapter: more than {MAX_NAME_CHARS} characters")
         parent = chain.parent if chain.HasField("parent") else None
         for number, name in enumerate(chain.blocks):
             tokens = array("I", chain.token_ids[block_size * number : block_size * (number + 1)])

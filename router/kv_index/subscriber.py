@@ -10,21 +10,19 @@ Without Redis a worker is listed once, and after that only what this router send
 
 import asyncio
 import logging
-import random
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import grpc.aio
 
 from pdmesh.runtime.registry.block_stream import BlockStream, Entry, Source
 from pdmesh.v1 import worker_pb2
-from router.fleet.heartbeat import being_cancelled
+from router.fleet.following import LOOK_PERIOD_S, CallEnd, Gap, InvalidMessage, alive_workers, call_again_while, look_forever
 from router.fleet.registry import FleetRegistry
 from router.fleet.worker import Worker
 from router.kv_index.index import PrefixIndex
 from router.routing.worker_snapshot import WorkerKey
 
-LOOK_PERIOD_S = 0.1
 READ_GAP_S = 0.02
 DOWN_PERIOD_S = 0.25
 LIST_TIMEOUT_S = 10.0
@@ -37,19 +35,16 @@ _NEVER_AGAIN = (grpc.StatusCode.UNIMPLEMENTED,)
 logger = logging.getLogger(__name__)
 
 
-class InvalidList(ValueError):
-    """Report an invalid response to ListBlocks; the message names the field."""
-
-
 @dataclass(eq=False)
 class Followed:
     """Hold one incarnation of a worker. `position`: sequence number up to which the index is current, None until listed.
-    `list_gap_s`: the delay before the next list; it grows until an event fits."""
+    `gap`: the delay before the next list; it grows until an event fits. `refuses`: the worker has no lists."""
 
     worker: Worker
     info: worker_pb2.WorkerInfo
     position: int | None = None
-    list_gap_s: float = 0.0
+    refuses: bool = False
+    gap: Gap = field(default_factory=lambda: Gap(FIRST_LIST_GAP_S, MAX_LIST_GAP_S))
     listing: asyncio.Task[None] | None = None
 
     @property
@@ -81,7 +76,8 @@ class PrefixFollower:
 
     def start(self) -> None:
         """Start the tasks, and return at once."""
-        self._tasks.append(asyncio.create_task(self._look_forever(), name="workers of the prefix index"))
+        looking = look_forever(self._fleet, self.look, logger, "workers to follow")
+        self._tasks.append(asyncio.create_task(looking, name="workers of the prefix index"))
         if self._stream is not None:
             self._tasks.append(asyncio.create_task(self._read_forever(self._stream), name="changes of the prefix index"))
 
@@ -97,7 +93,7 @@ class PrefixFollower:
 
     def look(self) -> None:
         """Start to follow new workers, and remove those that are lost."""
-        alive = {key: worker for worker in self._fleet.workers.values() if (key := _key_of(worker)) is not None}
+        alive = alive_workers(self._fleet)
         if alive.keys() == self._followed.keys():
             return
         for key in self._followed.keys() - alive.keys():
@@ -128,7 +124,8 @@ class PrefixFollower:
         else:
             change = entry.change
             self._index.apply(followed.key, change.stored, change.evicted, change.tier_stored, change.tier_evicted)
-            followed.position, followed.list_gap_s = entry.sequence, 0.0
+            followed.position = entry.sequence
+            followed.gap.reset()
 
     def _forget(self, followed: Followed) -> None:
         listing, key = followed.listing, followed.key
@@ -151,7 +148,7 @@ class PrefixFollower:
 
     def _list(self, followed: Followed) -> None:
         """List the worker's blocks in a task; its events are ignored until that is done."""
-        followed.position = None
+        followed.position, followed.refuses = None, False
         if followed.listing is None or followed.listing.done():
             followed.listing = asyncio.create_task(
                 self._list_until_done(followed), name=f"list blocks of {followed.info.address}"
@@ -160,26 +157,15 @@ class PrefixFollower:
     async def _list_until_done(self, followed: Followed) -> None:
         if (forgetting := self._forgetting.get(followed.key)) is not None:
             await forgetting  # the same incarnation was lost for a moment
-        while followed.position is None:
-            await asyncio.sleep(followed.list_gap_s * random.uniform(0.5, 1.0))
-            followed.list_gap_s = min(max(FIRST_LIST_GAP_S, 2 * followed.list_gap_s), MAX_LIST_GAP_S)
-            try:
-                await self._list_once(followed)
-            except InvalidList as error:
-                logger.warning("the blocks of %s are refused: %s", followed.info.worker_id, error)
-            except grpc.aio.AioRpcError as error:
-                logger.info("the blocks of %s are not known: %s", followed.info.worker_id, error.details())
-                if error.code() in _NEVER_AGAIN:
-                    return
-            except (asyncio.CancelledError, grpc.aio.UsageError) as error:
-                if isinstance(error, asyncio.CancelledError) and being_cancelled():
-                    raise
-                logger.info("the blocks of %s are not known: its channel was closed", followed.info.worker_id)
-            except Exception:  # a bug costs the index of this worker until the next try only
-                logger.exception("listing the blocks of %s failed", followed.info.worker_id)
+        await call_again_while(
+            lambda: followed.position is None and not followed.refuses,
+            lambda: self._list_once(followed),
+            lambda end: _note_end(followed, end),
+            followed.gap,
+        )
 
     async def _list_once(self, followed: Followed) -> None:
-        """List once. Raises InvalidList, AioRpcError; CancelledError also when only the call is cancelled, as its channel
+        """List once. Raises InvalidMessage, AioRpcError; CancelledError also when only the call is cancelled, as its channel
         closes."""
         async with self._lists:
             sequence, names, tier_names = await _all_blocks(followed)
@@ -189,16 +175,6 @@ class PrefixFollower:
         if self.on_listed is not None:
             self.on_listed(followed.worker, followed.info)
 
-    async def _look_forever(self) -> None:
-        while True:
-            change = self._fleet.changes.next
-            try:
-                self.look()
-            except Exception:  # a bug here costs speed, and must not cost more
-                logger.exception("looking for workers to follow failed")
-            await asyncio.sleep(LOOK_PERIOD_S)  # heartbeats come often
-            await change.wait()
-
     async def _read_forever(self, stream: BlockStream) -> None:
         while True:
             try:
@@ -207,7 +183,7 @@ class PrefixFollower:
                 self._answered(entries is not None)
                 self.take(entries or [])
                 gap_s = DOWN_PERIOD_S if entries is None else READ_GAP_S if positions else LOOK_PERIOD_S
-            except Exception:  # as above
+            except Exception:  # a bug here costs speed, and must not cost more
                 logger.exception("following the changes of blocks failed")
                 gap_s = DOWN_PERIOD_S
             await asyncio.sleep(gap_s)
@@ -222,17 +198,24 @@ class PrefixFollower:
         was_up, self._is_up = self._is_up, is_up
         if was_up is False:
             for each in self._followed.values():
-                each.list_gap_s = max(each.list_gap_s, FIRST_LIST_GAP_S)
+                each.gap.at_least_first()
                 self._list(each)
         self._tell_followed()
 
 
-def _key_of(worker: Worker) -> WorkerKey | None:
-    return None if worker.current is None else (worker.address, worker.current.info.epoch)
+def _note_end(followed: Followed, end: CallEnd) -> None:
+    """Log why a list did not come, and whether the worker will never send one."""
+    if end.bug is not None:
+        logger.error("listing the blocks of %s failed", followed.info.worker_id, exc_info=end.bug)
+    elif end.is_invalid:
+        logger.warning("the blocks of %s are refused: %s", followed.info.worker_id, end.problem)
+    elif end.problem is not None:
+        logger.info("the blocks of %s are not known: %s", followed.info.worker_id, end.problem)
+        followed.refuses = end.code in _NEVER_AGAIN
 
 
 async def _all_blocks(followed: Followed) -> tuple[int, list[int], list[int]]:
-    """Return sequence number, and the hashes of the blocks in the pool and in the tiers. Raises InvalidList, AioRpcError."""
+    """Return sequence number, and the hashes of the blocks in the pool and in the tiers. Raises InvalidMessage, AioRpcError."""
     names: list[int] = []
     tier_names: list[int] = []
     sequence: int | None = None
@@ -240,18 +223,18 @@ async def _all_blocks(followed: Followed) -> tuple[int, list[int], list[int]]:
     try:
         async for part in call:
             if part.epoch != followed.info.epoch:
-                raise InvalidList(f"epoch {part.epoch:016x} is not the worker's {followed.info.epoch:016x}")
+                raise InvalidMessage(f"epoch {part.epoch:016x} is not the worker's {followed.info.epoch:016x}")
             if sequence not in (None, part.sequence):
-                raise InvalidList(f"sequence {part.sequence} differs from {sequence} in the part before")
+                raise InvalidMessage(f"sequence {part.sequence} differs from {sequence} in the part before")
             sequence = part.sequence
             names.extend(part.blocks)
             if len(names) > followed.info.num_blocks:
-                raise InvalidList(f"blocks are more than the worker's num_blocks, {followed.info.num_blocks}")
+                raise InvalidMessage(f"blocks are more than the worker's num_blocks, {followed.info.num_blocks}")
             tier_names.extend(part.tier_blocks)
             if len(tier_names) > MAX_TIER_BLOCKS:
-                raise InvalidList(f"tier_blocks are more than {MAX_TIER_BLOCKS}")
+                raise InvalidMessage(f"tier_blocks are more than {MAX_TIER_BLOCKS}")
             if part.is_last:
                 return sequence, names, tier_names
     finally:
         call.cancel()  # drops further messages
-    raise InvalidList("is_last is in no part")
+    raise InvalidMessage("is_last is in no part")

@@ -19,8 +19,9 @@ from pdmesh.text.block_hash import in_chains
 from pdmesh.third_party.vllm import smg_common_pb2 as common_pb
 from pdmesh.v1 import worker_pb2
 from router.api.vllm import kv_events
+from router.fleet.following import InvalidMessage
 from router.kv_events import follower
-from router.kv_events.follower import InvalidEvents, MeshUpdate, blocks_of
+from router.kv_events.follower import MeshUpdate, blocks_of
 from router.kv_events.mesh_blocks import MeshBlock, MeshBlocks, MeshChanges
 from tests.router.stub_workers import DECODE, StubWorker
 from tests.router.test_fleet import running_fleet
@@ -120,7 +121,7 @@ async def test_changes_are_removed_first_and_events_counted() -> None:
     ],
 )
 def test_what_a_worker_sends_is_checked(stored: worker_pb2.StoredBlocks, field: str) -> None:
-    with pytest.raises(InvalidEvents, match=rf"stored\[0\]\.{field}"):
+    with pytest.raises(InvalidMessage, match=rf"stored\[0\]\.{field}"):
         list(blocks_of(worker_pb2.BlockEvents(stored=[stored]), 2))
 
 
@@ -150,8 +151,8 @@ async def test_a_stream_that_has_listed_its_blocks_is_asked_for_again_at_once(mo
         async with aclosing(blocks.read()) as updates:
             assert await anext(updates) == MeshUpdate(True, MeshChanges())
             (followed,) = blocks._followed.values()
-            assert (worker.num_streams, followed.gap_s) == (5, 0.001)
+            assert (worker.num_streams, followed.gap.seconds) == (5, 0.001)
             worker.resume.set()
             await eventually(lambda: worker.num_streams >= 7)
-            assert followed.gap_s < 0.016  # what the fifth break alone would have led to
+            assert followed.gap.seconds < 0.016  # what the fifth break alone would have led to
     await worker.kill()
