@@ -34,9 +34,9 @@ from pdmesh.v1 import common_pb2, transfer_pb2
 #     byte offset = (layer * num_blocks + block_id) * 2 * bytes_per_layer_block                where they are joined (layout.py)
 
 
-class KVMemory(Protocol):
-    """Give access to one pool of KV blocks in CPU memory, contiguous: [num_layers, 2, num_blocks, bytes_per_layer_block] bytes,
-    or [num_layers, 1, num_blocks, 2 * bytes_per_layer_block] where keys and values are joined."""
+class PoolMemory(Protocol):
+    """Give access to the bytes of one pool of KV blocks in CPU memory, contiguous: [num_layers, 2, num_blocks,
+    bytes_per_layer_block] bytes, or [num_layers, 1, num_blocks, 2 * bytes_per_layer_block] where keys and values are joined."""
 
     @property
     def num_layers(self) -> int: ...
@@ -52,12 +52,16 @@ class KVMemory(Protocol):
     def bytes_per_layer_block(self) -> int:
         """Return the bytes of one block's keys (or values) in one layer."""
 
+    def memory(self) -> memoryview:
+        """Return the whole pool, writable, as bytes."""
+
+
+class KVMemory(PoolMemory, Protocol):
+    """Add what transfers need of a pool."""
+
     @property
     def fd(self) -> int | None:
         """Return the memfd behind the pool, or None where the pool cannot be shared."""
-
-    def memory(self) -> memoryview:
-        """Return the whole pool, writable, as bytes."""
 
     def block_view(self, layer: int, plane: int, block_id: int) -> memoryview:
         """Return the bytes of one block's keys (plane 0) or values (plane 1), writable; both, where they are joined (plane 0)."""

@@ -41,7 +41,7 @@ ROOT = b"benchmark"
 class Pool:
     """A pool of the size of the blocks, without an engine."""
 
-    num_layers, num_blocks, num_planes, fd = NUM_LAYERS, NUM_BLOCKS, 2, None
+    num_layers, num_blocks, num_planes = NUM_LAYERS, NUM_BLOCKS, 2
     bytes_per_layer_block = LAYER_BLOCK_BYTES
 
     def __init__(self) -> None:
@@ -49,9 +49,6 @@ class Pool:
 
     def memory(self) -> memoryview:
         return memory_of(self.content)
-
-    def block_view(self, layer: int, plane: int, block_id: int) -> memoryview:
-        raise NotImplementedError
 
 
 def memory_of(content: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> memoryview:

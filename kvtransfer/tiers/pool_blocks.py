@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.framing import checksum, copy_runs, room_for
-from kvtransfer.manifest import KVMemory
+from kvtransfer.manifest import KVMemory, PoolMemory
 from kvtransfer.native.library import Runs, address_of, native
 from kvtransfer.staging import StagedMemory
 from kvtransfer.stream import all_settled
@@ -47,7 +47,7 @@ def pool_blocks(memory: KVMemory, threads: TierThreads) -> PoolBlocks:
 class ViewedBlocks:
     """Copy blocks of a pool in CPU memory."""
 
-    def __init__(self, memory: KVMemory, threads: TierThreads) -> None:
+    def __init__(self, memory: PoolMemory, threads: TierThreads) -> None:
         self._memory, self._threads = memory, threads
         planes, size = memory.num_layers * memory.num_planes, 2 * memory.bytes_per_layer_block // memory.num_planes
         self.block_bytes = planes * size
