@@ -80,6 +80,9 @@ async def test_it_loads_and_shows_every_part(browser: Browser) -> None:
             assert "objective" in await text(page, f"{part} .objective-label")
         assert await page.locator("#requests li").count() == 25
         assert await page.locator("#kv .pool").count() == 4
+        notes = " ".join(await page.locator("#kv .pool-note").all_text_contents())
+        assert "5200 tokens restored from tiers: 6.5 s of computing saved" in notes
+        assert "5200 tokens restored from tiers: 0.4 s slower than computing" in notes
         await page.wait_for_selector("#decisions li")
         assert "least cost" in await text(page, "#decisions .why")
         await page.get_by_role("tab", name="Autoscaler").click()

@@ -11,7 +11,12 @@ function hits(worker) {
 function moved(worker) {
   const ways = [[worker.fetched_tokens, "fetched from other workers"], [worker.restored_tokens, "restored from tiers"]];
   const parts = ways.filter(([tokens]) => tokens).map(([tokens, how]) => `${count(tokens)} tokens ${how}`);
-  return parts.length ? `${parts.join(", ")}, ${worker.saved_s.toFixed(1)} s of computing saved` : null;
+  return parts.length ? `${parts.join(", ")}: ${saved(worker.saved_s)}` : null;
+}
+
+function saved(seconds) {
+  // By the worker's own latency model: where that was wrong, or a tier slow, bringing KV has cost time.
+  return seconds < 0 ? `${(-seconds).toFixed(1)} s slower than computing` : `${seconds.toFixed(1)} s of computing saved`;
 }
 
 function notes(worker) {
