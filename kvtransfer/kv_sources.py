@@ -54,3 +54,7 @@ def check_holder(holder: prefill_pb2.KVHolder, num_tokens: int) -> None:
             raise InvalidArgument(f"holder.{name}", "missing")
     if not 0 < holder.num_tokens < num_tokens:
         raise InvalidArgument("holder.num_tokens", f"{holder.num_tokens} is not 1 to {num_tokens - 1}, fewer than asked for")
+    if holder.num_tier_tokens > holder.num_tokens:
+        raise InvalidArgument("holder.num_tier_tokens", f"{holder.num_tier_tokens} are more than its {holder.num_tokens} tokens")
+    if not 0 <= holder.restore_token_s <= 1:
+        raise InvalidArgument("holder.restore_token_s", f"{holder.restore_token_s} is not 0 to 1 second")

@@ -178,6 +178,33 @@ class Decision:
         return min(MOST_WAIT_S, max(0.0, WAIT_WORTH * (queue_s + self.saved_s) - self.pull_s))
 
 
+@dataclass(frozen=True)
+class Offer:
+    """Hold what a holder sends if it is asked: the first `num_tokens` of a prompt, whole blocks, of which those behind
+    `num_in_pool` are restored from its tiers first, in `restore_token_s` each."""
+
+    num_tokens: int
+    num_in_pool: int
+    restore_token_s: float = 0.0
+
+    @classmethod
+    def of(cls, holder: prefill_pb2.KVHolder, block_size: int) -> list[Offer]:
+        """Return the offers of a holder: what its pool has; and, if there is more, what its tiers have with it."""
+        num_tokens = holder.num_tokens - holder.num_tokens % block_size
+        in_pool = holder.num_tokens - holder.num_tier_tokens
+        in_pool -= in_pool % block_size
+        plain = [cls(in_pool, in_pool)] if in_pool else []
+        return [*plain, cls(num_tokens, in_pool, holder.restore_token_s)] if num_tokens > in_pool else plain
+
+    @property
+    def needs_tiers(self) -> bool:
+        return self.num_tokens > self.num_in_pool
+
+    def restore_s(self, cached: int) -> float:
+        """Return how long the holder will restore, where the first `cached` tokens are not asked for."""
+        return max(0, self.num_tokens - max(cached, self.num_in_pool)) * self.restore_token_s
+
+
 FORCED, NOTHING = Decision(0.0, math.inf), Decision(0.0, 0.0)
 
 
@@ -208,22 +235,31 @@ class KVPuller:
         it; None: the holder failed to send them. Raises EngineStopped."""
         now = time.monotonic()
         known = self._known(holder)
-        num_tokens = holder.num_tokens - holder.num_tokens % self._tools.layout.block_size
         if now < known.not_before or request.sampling.prompt_logprobs is not None or request.pooling is not None:
             return 0
         tokens = request.history
-        if not self._decide(known, 0, num_tokens, len(tokens)).is_worth:  # not even if nothing of it is here
+        offer = self._best_offer(known, holder, len(tokens))
+        if offer is None:
             return 0
-        key = (request.block_root, tokens[:num_tokens])
+        key = (request.block_root, tokens[: offer.num_tokens])
         if key in self._under_way:  # another request has asked for the same: it will be here
             await self._under_way[key].wait()
             return 0
         self._under_way[key] = done = asyncio.Event()
         try:
-            return await self._pull(request, tokens, num_tokens, holder, known)
+            return await self._pull(request, tokens, offer, holder, known)
         finally:
             del self._under_way[key]
             done.set()
+
+    def _best_offer(self, known: Holder, holder: prefill_pb2.KVHolder, num_all: int) -> Offer | None:
+        """Return the offer that saves most of a prompt of `num_all` tokens; None: none is worth it, even if nothing is here."""
+        best, best_s = None, 0.0
+        for offer in Offer.of(holder, self._tools.layout.block_size):
+            decision = self._decide(known, 0, offer, num_all)
+            if decision.is_worth and decision.saved_s - decision.pull_s >= best_s:
+                best, best_s = offer, decision.saved_s - decision.pull_s
+        return best
 
     async def warm(self, prefix: EngineRequest, holder: prefill_pb2.KVHolder) -> int:
         """Bring the KV of a prompt of whole blocks that no request waits for, whether or not computing it would be quicker;
@@ -237,16 +273,17 @@ class KVPuller:
         return await self._fetch(wanted, holder, known, lambda cached: limits, in_background=True) or 0
 
     async def _pull(
-        self, request: EngineRequest, tokens: tuple[int, ...], num_tokens: int, holder: prefill_pb2.KVHolder, known: Holder
+        self, request: EngineRequest, tokens: tuple[int, ...], offer: Offer, holder: prefill_pb2.KVHolder, known: Holder
     ) -> int | None:
         def limits(cached: int) -> Limits | None:
-            decision = self._decide(known, cached, num_tokens, len(tokens))
+            decision = self._decide(known, cached, offer, len(tokens))
             if not decision.is_worth:
                 return None
             return Limits(FORCED_LIMIT_S if self._tools.is_forced else decision.limit_s, decision.wait_s(self._queue_s()))
 
         try:
-            return await self._fetch(self._wanted(request, tokens[:num_tokens]), holder, known, limits)
+            wanted = self._wanted(request, tokens[: offer.num_tokens])
+            return await self._fetch(wanted, holder, known, limits, needs_tiers=offer.needs_tiers)
         except (InvalidRequest, RequestTooLarge, DuplicateRequest, UnknownAdapter):
             return 0
 
@@ -268,9 +305,10 @@ class KVPuller:
         limits_of: Callable[[int], Limits | None],
         *,
         in_background: bool = False,
+        needs_tiers: bool = False,
     ) -> int | None:
         """Reserve blocks and have them filled. `limits_of(cached)`: how long that may take where so many tokens are here already;
-        None: it is not worth it."""
+        None: it is not worth it. `needs_tiers`: the holder has to restore some of them."""
         pull: _Pull | None = None
         try:
             expected = await self._tools.sharing.expect(wanted)
@@ -278,7 +316,7 @@ class KVPuller:
             if expected is None or limits is None:
                 return 0
             pull = self._open(wanted, expected, limits, in_background)
-            return await self._ask(pull, holder, known)
+            return await self._ask(pull, holder, known, wanted if needs_tiers else None)
         finally:
             await to_its_end(self._close(wanted.request_id, pull))
 
@@ -299,8 +337,10 @@ class KVPuller:
                 task.add_done_callback(self._forgetting.discard)
         return known
 
-    def _decide(self, known: Holder, cached: int, num_tokens: int, num_all: int) -> Decision:
-        """Return what is predicted if tokens `cached` to `num_tokens` of a prompt of `num_all` come, and are not computed."""
+    def _decide(self, known: Holder, cached: int, offer: Offer, num_all: int) -> Decision:
+        """Return what is predicted if the tokens of an offer behind the first `cached` of a prompt of `num_all` come, and are not
+        computed."""
+        num_tokens = offer.num_tokens
         if num_tokens - cached < self._tools.layout.block_size:
             return NOTHING
         if self._tools.is_forced:
@@ -309,7 +349,8 @@ class KVPuller:
         if whole_s is None or rest_s is None:
             return NOTHING
         num_bytes = (num_tokens - cached) * self._tools.bytes_per_token
-        return Decision(FIXED_S + num_bytes / known.bytes_per_s(time.monotonic()), whole_s - rest_s)
+        comes_s = FIXED_S + num_bytes / known.bytes_per_s(time.monotonic()) + offer.restore_s(cached)
+        return Decision(comes_s, whole_s - rest_s)
 
     def _open(self, wanted: EngineRequest, expected: ExpectedBlocks, limits: Limits, in_background: bool) -> _Pull:
         adapter = wanted.adapter
@@ -336,8 +377,11 @@ class KVPuller:
             del self._pulls[pull.reservation.reservation_id]
         await self._tools.engine.release(request_id)
 
-    async def _ask(self, pull: _Pull, holder: prefill_pb2.KVHolder, known: Holder) -> int | None:
-        """Have the holder push, and wait for it; return how many tokens came, None: it failed."""
+    async def _ask(
+        self, pull: _Pull, holder: prefill_pb2.KVHolder, known: Holder, restored: EngineRequest | None
+    ) -> int | None:
+        """Have the holder push, and wait for it; return how many tokens came, None: it failed. `restored`: what it restores first;
+        None: nothing."""
         cached = pull.expected.reserved.num_cached_tokens
         message = worker_pb2.SendBlocksRequest(
             epoch=holder.epoch,
@@ -345,6 +389,8 @@ class KVPuller:
             reservation=pull.reservation,
             identity=self._tools.identity,
             in_background=pull.in_background,
+            token_ids=() if restored is None else restored.prompt,
+            cache_root=b"" if restored is None else restored.cache_root,
         )
         stub = worker_pb2_grpc.WorkerControlStub(self._tools.channel(holder.address))
         await failpoints.hit_async("pull.ask")
@@ -366,7 +412,7 @@ class KVPuller:
             logger.info("no KV came from %s: %s %s", holder.address, error.code().name, error.details())
             return None
         now = time.monotonic()
-        known.came(answer.num_bytes, now - began - answer.waited_ms / 1000, now)
+        known.came(answer.num_bytes, now - began - answer.waited_ms / 1000 - answer.restore_ns / 1e9, now)
         num_tokens = max(0, pull.num_tokens - cached)
         self._count(pull, num_tokens, answer.num_bytes)
         return num_tokens

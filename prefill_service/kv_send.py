@@ -7,16 +7,19 @@ import contextlib
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 
 from kvtransfer.manifest import check_identity, check_same_layout
 from kvtransfer.sender.push import PushJob
 from kvtransfer.sender.send_queue import FirstTokensDrawn, complete_readiness
 from kvtransfer.sender.sender import Sender
+from pdmesh.adapter_id import AdapterId
 from pdmesh.engine.errors import EngineStopped
 from pdmesh.engine.interface import KVSharing
+from pdmesh.engine.request import EngineRequest
 from pdmesh.runtime import failpoints
 from pdmesh.runtime.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted, Unavailable, Unimplemented
+from pdmesh.sampling_params import SamplingParams
 from pdmesh.v1 import common_pb2, worker_pb2
 
 MOST_SENDS = 4
@@ -47,15 +50,20 @@ class BlockSender:
         epoch: int,
         max_tokens: int,
         compute_s: Callable[[int, int], float | None] = lambda first, last: None,
+        restore: Callable[[EngineRequest], Awaitable[object]] | None = None,
+        adapter_of: Callable[[str, str], AdapterId] | None = None,
     ) -> None:
         """Create it. `max_tokens`: of the longest prompt that there is. `compute_s(first, last)` predicts the computation of a
-        prompt's tokens; None: the worker cannot tell yet."""
+        prompt's tokens; None: the worker cannot tell yet. `restore` brings what the worker's tiers have of a prompt into its pool;
+        None: it has none. `adapter_of(name, digest)` raises FailedPrecondition."""
         self._sharing = sharing
         self._sender = sender
         self._identity = identity
         self._layout = layout
         self._epoch = epoch
         self._max_tokens = max_tokens
+        self._restore = restore
+        self._adapter_of = adapter_of
         self._serial = itertools.count(1)
         self._compute_s = compute_s
         self._num_sends = self.num_waits = 0
@@ -124,14 +132,39 @@ class BlockSender:
             self._num_sends -= not in_background
 
     async def _send(self, sharing: KVSharing, request: worker_pb2.SendBlocksRequest) -> worker_pb2.SendBlocksResponse:
+        began_ns = time.monotonic_ns()
+        if request.token_ids and self._restore is not None:
+            await self._bring_from_tiers(self._restore, sharing, request)
+        restore_ns = time.monotonic_ns() - began_ns if request.token_ids else 0
         pin_id = f"send:{next(self._serial)}"
         blocks = await sharing.pin(pin_id, tuple(request.hashes))
         try:
             if not blocks:
                 raise NotFound("the first of these blocks is not here (any more)", field="hashes[0]")
-            return await self._push(request.reservation, blocks)
+            return await self._push(request.reservation, blocks, restore_ns)
         finally:
             await sharing.unpin(pin_id)
+
+    async def _bring_from_tiers(
+        self,
+        restore: Callable[[EngineRequest], Awaitable[object]],
+        sharing: KVSharing,
+        request: worker_pb2.SendBlocksRequest,
+    ) -> None:
+        """Restore what the pool lacks, as for a request of this worker's own. Raises InvalidArgument, FailedPrecondition."""
+        name, digest = request.reservation.adapter, request.reservation.adapter_digest
+        prefix = EngineRequest(
+            f"send:{next(self._serial)}",
+            tuple(request.token_ids),
+            SamplingParams(max_tokens=1),
+            cache_root=request.cache_root,
+            adapter=self._adapter_of(name, digest) if name and self._adapter_of is not None else None,
+        )
+        first = request.reservation.num_cached_tokens // self._layout.block_size
+        _, hashes = await sharing.lacking(prefix.block_root, prefix.prompt)
+        if hashes[first:] != tuple(request.hashes):
+            raise InvalidArgument("token_ids", "with cache_root and adapter, these are not the tokens of the hashes")
+        await restore(prefix)
 
     def _check(self, request: worker_pb2.SendBlocksRequest) -> None:
         if request.epoch != self._epoch:
@@ -152,10 +185,16 @@ class BlockSender:
             raise InvalidArgument(
                 "hashes", f"{len(request.hashes)} blocks behind {cached} tokens; a prompt has {self._max_tokens} at most"
             )
+        if request.token_ids and len(request.token_ids) != cached + len(request.hashes) * size:
+            raise InvalidArgument("token_ids", f"{len(request.token_ids)} are not those up to the end of the last block")
+        if request.token_ids and not 1 <= len(request.cache_root) <= MAX_HASH_BYTES:
+            raise InvalidArgument("cache_root", f"{len(request.cache_root)} bytes; with token_ids, give 1 to {MAX_HASH_BYTES}")
         if cached % size:
             raise InvalidArgument("reservation.num_cached_tokens", f"{cached} are not whole blocks of {size}")
 
-    async def _push(self, reservation: common_pb2.Reservation, blocks: tuple[int, ...]) -> worker_pb2.SendBlocksResponse:
+    async def _push(
+        self, reservation: common_pb2.Reservation, blocks: tuple[int, ...], restore_ns: int
+    ) -> worker_pb2.SendBlocksResponse:
         first = reservation.num_cached_tokens // self._layout.block_size
         num_blocks = first + len(blocks)
         feed = complete_readiness(self._identity.num_layers, num_blocks, FirstTokensDrawn(()))
@@ -164,4 +203,6 @@ class BlockSender:
         job = PushJob(reservation, (*[blocks[0]] * first, *blocks), num_blocks * self._layout.block_size, feed)
         result = await self._sender.push(job, timeout_s=MAX_PUSH_S)
         self.num_blocks_sent += len(blocks)
-        return worker_pb2.SendBlocksResponse(num_blocks=len(blocks), num_bytes=result.num_bytes, transport=result.transport)
+        return worker_pb2.SendBlocksResponse(
+            num_blocks=len(blocks), num_bytes=result.num_bytes, transport=result.transport, restore_ns=restore_ns
+        )

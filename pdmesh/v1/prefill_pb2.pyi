@@ -113,22 +113,32 @@ class KVHolder(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_TIER_TOKENS_FIELD_NUMBER: _builtins.int
+    RESTORE_TOKEN_S_FIELD_NUMBER: _builtins.int
     address: _builtins.str
     """address of its gRPC server, host:port."""
     epoch: _builtins.int
     """epoch of it."""
     num_tokens: _builtins.int
     """num_tokens that it has, whole blocks."""
+    num_tier_tokens: _builtins.int
+    """num_tier_tokens of them, the last ones, are in its tiers (host memory, disk) alone: it restores them before it sends them. 0
+    means none.
+    """
+    restore_token_s: _builtins.float
+    """restore_token_s is how long it expects one of those to take to come from there, in seconds, up to 1."""
     def __init__(
         self,
         *,
         address: _builtins.str = ...,
         epoch: _builtins.int = ...,
         num_tokens: _builtins.int = ...,
+        num_tier_tokens: _builtins.int = ...,
+        restore_token_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "num_tokens", b"num_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "num_tier_tokens", b"num_tier_tokens", "num_tokens", b"num_tokens", "restore_token_s", b"restore_token_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -113,6 +113,8 @@ class Worker:
             epoch=self.epoch,
             max_tokens=engine.facts.max_context,
             compute_s=self._prefill_s,
+            restore=None if self.tiers is None else self.tiers.restore,
+            adapter_of=self.adapters.find,
         )
         self.prefill = self._prefill_servicer(served_model)
         self.decode = DecodeService(config.decode_settings, self._dependencies(served_model))

@@ -164,7 +164,7 @@ def _add_ways(message: mesh_pb2.Candidate, ways: PromptWays | None, ttft_s: floa
     if ways is None:
         message.compute_ms = 1e3 * ttft_s
         return
-    least_s = min(seconds for seconds in ways if seconds is not None)
+    least_s = ways.least_s
     message.compute_ms = 1e3 * (ttft_s + ways.compute_s - least_s)
     if ways.restore_s is not None:
         message.restore_ms = 1e3 * (ttft_s + ways.restore_s - least_s)

@@ -73,11 +73,18 @@ class Prediction(NamedTuple):
 class PromptWays(NamedTuple):
     """Hold in how many seconds a worker would have the prompt computed, with the prompts ahead of it, if it computes what its
     pool lacks; if it restores first what its tiers hold; and if it fetches first what another worker has. None: it cannot.
-    The least counts."""
+    The least counts. `num_fetched`: tokens that will be here after a fetch for which another worker restores some first; 0:
+    those that a pool has."""
 
     compute_s: float
     restore_s: float | None = None
     fetch_s: float | None = None
+    num_fetched: int = 0
+
+    @property
+    def least_s(self) -> float:
+        """Return the time of the way that is taken."""
+        return min(seconds for seconds in (self.compute_s, self.restore_s, self.fetch_s) if seconds is not None)
 
     @property
     def taken(self) -> str:

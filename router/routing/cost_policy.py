@@ -10,22 +10,15 @@ a large fleet they are the best few by the rankings of `router/routing/fleet_sna
 prefix. Among candidates that cost the same the last workers of the request's session are taken. `docs/routing.md` says more.
 """
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import NamedTuple
 
-from pdmesh.planning.latency_model import PACE_TARGET
 from router.routing.cost_model import (
     FETCH_S,
     RESTORE_S,
-    SPARED,
     Goals,
-    OutputSide,
-    Overhead,
     Overheads,
     Prediction,
-    PromptSide,
     PromptWays,
     WorkerEstimate,
     is_saturated,
@@ -46,101 +39,11 @@ from router.routing.filters import (
     no_partner,
 )
 from router.routing.fleet_snapshot import FleetSnapshot, Pool, Ranking
+from router.routing.peer_tiers import PeerTiers, peer_tiers
+from router.routing.prediction_parts import OutputPart, PromptPart, local_prediction, output_part, prompt_part, remote_prediction
 from router.routing.worker_snapshot import Mode, WorkerKey, WorkerSnapshot
 
-# The prediction of a candidate from two parts, one for each worker: bit for bit the numbers of `local` and `remote` in
-# `router/routing/cost_model.py`. Dozens of candidates are compared for a request, and each worker is part of several. Pure.
-
-
 _new = tuple.__new__  # as in router/routing/cost_model.py
-
-
-class PromptPart(NamedTuple):
-    """Hold the part of a prediction that depends only on the worker that computes the prompt. `work_s`: the prompt's steps;
-    `more_s`: what it adds to the TPOT of sequences there; `misses`: their missed objectives. `ways` that were compared; None:
-    computing was the only one."""
-
-    ahead_s: float
-    compute_s: float
-    own_s: float
-    work_s: float
-    lost_s: float
-    more_s: float
-    misses: float
-    spares: bool
-    ways: PromptWays | None = None
-
-
-class OutputPart(NamedTuple):
-    """Hold the part of a prediction that depends only on the decode worker. `own_s`: the request's share of its steps;
-    `own_misses`: of the request's TPOT objective; `misses`: of the `rows` sequences that run there. `keeps_pace`: its engine
-    bounds the request's TPOT by `tpot_bound_s`, whatever shares its steps."""
-
-    tpot_s: float
-    queue_s: float
-    missing: float
-    own_s: float
-    slowed_s: float
-    rows: int
-    own_misses: float
-    misses: float
-    tpot_bound_s: float
-    keeps_pace: bool
-
-
-def prompt_part(prompt: PromptSide, expected: float, goals: Goals) -> PromptPart:
-    """Return the part of the worker that computes the prompt."""
-    ahead_s, compute_s, own_s, rows, tpot_s, fixed_s, is_paced = prompt
-    more_s = 0.0 if is_paced else own_s / (expected if expected > 1.0 else 1.0)
-    misses = rows * miss(tpot_s + more_s, goals.running_tpot_s) if rows else 0.0
-    lost = rows * own_s * (SPARED if is_paced else 1.0)
-    return _new(PromptPart, (ahead_s, compute_s, own_s, own_s + fixed_s, lost, more_s, misses, is_paced or not rows, None))
-
-
-def output_part(output: OutputSide, expected: float, goals: Goals) -> OutputPart:
-    """Return the part of the decode worker."""
-    tpot_s, row_s, rows, queue_s, missing, alone_s, is_paced, keeps_pace = output
-    goal_s, bound_s = goals.tpot_s, 0.0
-    misses = rows * miss(tpot_s, goals.running_tpot_s) if rows else 0.0
-    if goal_s is not None:
-        bound_s = max(tpot_s, PACE_TARGET * goal_s) if keeps_pace else math.inf
-    slowed = rows * expected * row_s * (SPARED if is_paced else 1.0)
-    own_s = expected * (row_s + alone_s)
-    own_misses = miss(tpot_s, goal_s)
-    return _new(OutputPart, (tpot_s, queue_s, missing, own_s, slowed, rows, own_misses, misses, bound_s, keeps_pace))
-
-
-def local_prediction(prompt: PromptPart, output: OutputPart, over: Overhead, gaps: float, goals: Goals) -> Prediction:
-    """Return what `local` returns. `gaps`: the number of gaps between the expected tokens, at least 1."""
-    before_s, after_s, stretch = over
-    ttft_s, steps_tpot_s = prompt.compute_s + before_s, output.tpot_s + after_s / gaps
-    tpot_s = steps_tpot_s * stretch
-    if goals.tpot_s is not None and tpot_s > output.tpot_bound_s:
-        tpot_s = output.tpot_bound_s
-    misses = miss(ttft_s, goals.ttft_s) + (output.own_misses if output.keeps_pace else miss(tpot_s, goals.tpot_s))
-    if output.rows:
-        misses += output.rows * miss(output.tpot_s + prompt.more_s, goals.running_tpot_s)
-    delay_s, work_s = prompt.lost_s + output.slowed_s, prompt.work_s + output.own_s
-    return _new(Prediction, (ttft_s, tpot_s, delay_s, work_s, prompt.ahead_s, misses, steps_tpot_s, prompt.spares))
-
-
-def remote_prediction(prompt: PromptPart, output: OutputPart, over: Overhead, gaps: float, goals: Goals) -> Prediction:
-    """Return what `remote` returns. `gaps` as for `local_prediction`."""
-    before_s, after_s, stretch = over
-    ttft_s, after_s = prompt.compute_s + before_s, after_s * output.missing
-    behind_s = output.queue_s - prompt.own_s
-    steps_tpot_s = output.tpot_s + (after_s + (behind_s if behind_s > 0.0 else 0.0)) / gaps
-    tpot_s = steps_tpot_s * stretch
-    if goals.tpot_s is not None and tpot_s > output.tpot_bound_s:
-        tpot_s = output.tpot_bound_s
-    own_s = steps_tpot_s if output.keeps_pace and steps_tpot_s < tpot_s else tpot_s
-    misses = miss(ttft_s, goals.ttft_s) + miss(own_s, goals.tpot_s)
-    misses = misses + prompt.misses + output.misses
-    work_s = prompt.work_s + output.own_s + before_s + after_s
-    delay_s = prompt.lost_s + output.slowed_s
-    return _new(Prediction, (ttft_s, tpot_s, delay_s, work_s, prompt.ahead_s, misses, steps_tpot_s, prompt.spares))
-
-
 MISS_PENALTY_S = 10.0
 MISSES_MORE = 0.1
 LATER = 1.5
@@ -243,6 +146,7 @@ class _CandidateSearch:
         "_count",
         "_expected",
         "_fetching",
+        "_from_tiers",
         "_gaps",
         "_goals",
         "_held",
@@ -270,6 +174,13 @@ class _CandidateSearch:
         self._restoring: dict[WorkerEstimate, PromptPart] = {}
         cached, self._restorable = routing_request.cached_tokens, routing_request.restorable_tokens
         self._held = min(max(cached.values(), default=0), routing_request.num_tokens - 1) if len(cached) <= MAX_CACHED_ON else 0
+        self._from_tiers: PeerTiers | None = None
+        if 0 < len(self._restorable) <= MAX_CACHED_ON:
+            self._from_tiers = peer_tiers(routing_request, self._view_of, self._held, routing_request.num_tokens - 1)
+
+    def _view_of(self, key: WorkerKey) -> WorkerSnapshot | None:
+        estimate = self._pool.estimates.get(key[0])
+        return estimate.view if estimate is not None and estimate.key == key else None
 
     def cached_on(self, ranking: Ranking) -> list[WorkerEstimate]:
         """Return the workers with the longest cached prefix, and those with the longest one in pool and tiers; if very many have
@@ -388,8 +299,24 @@ class _CandidateSearch:
                 fetched = self._part_after(estimate, self._held, FETCH_S + missing * view.fetch_token_s)
                 ways = known.ways or PromptWays(known.compute_s)
                 known = min(known, fetched, key=_compute_s)._replace(ways=ways._replace(fetch_s=fetched.compute_s))
+            if self._from_tiers is not None and view.fetch_token_s:
+                known = self._fetching_from_tiers(estimate, known, self._from_tiers)
             self._fetching[estimate] = known
         return known
+
+    def _fetching_from_tiers(self, estimate: WorkerEstimate, known: PromptPart, holder: PeerTiers) -> PromptPart:
+        """Return the prompt part of a worker that may fetch what another worker restores first; `known` without that."""
+        routing_request, view = self._routing_request, estimate.view
+        missing = holder.num_tokens - routing_request.cached_tokens.get(estimate.key, 0)
+        own = self._restorable.get(estimate.key, 0)
+        if estimate.key == holder.key or own >= holder.num_tokens or missing < view.block_size:
+            return known
+        fetched = self._part_after(estimate, holder.num_tokens, FETCH_S + missing * view.fetch_token_s + holder.restore_s)
+        ways = known.ways or PromptWays(known.compute_s)
+        if ways.fetch_s is not None and ways.fetch_s <= fetched.compute_s:
+            return known
+        ways = ways._replace(fetch_s=fetched.compute_s, num_fetched=holder.num_tokens)
+        return min(known, fetched, key=_compute_s)._replace(ways=ways)
 
     def _restoring_part(self, estimate: WorkerEstimate) -> PromptPart:
         """Return the prompt part of a worker that may restore what its tiers hold."""

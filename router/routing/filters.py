@@ -55,8 +55,8 @@ class RoutingRequest:
         held, taken = self.cached_tokens.get(worker.key, 0), "compute" if ways is None else ways.taken
         if taken == "restore":
             held = max(held, self.restorable_tokens.get(worker.key, 0))
-        elif taken == "fetch":
-            held = max((held, *self.cached_tokens.values()))
+        elif taken == "fetch" and ways is not None:
+            held = max((held, ways.num_fetched, *self.cached_tokens.values()))
         return max(1, self.num_tokens - held)
 
 

@@ -23,6 +23,7 @@ from prefill_service.kv_pull import (
     Decision,
     Holder,
     KVPuller,
+    Offer,
     PullTools,
 )
 from tests.support.waiting import eventually
@@ -108,3 +109,35 @@ async def test_what_was_not_used_for_long_is_forgotten_with_its_channel_unless_a
     await eventually(lambda: bool(closed))
     assert closed == ["again"], "when its last process was forgotten, not before"
     assert len(puller._holders) == MAX_HOLDERS
+
+
+def holder_of(num_tokens: int, num_tier_tokens: int = 0, restore_token_s: float = 0.0) -> prefill_pb2.KVHolder:
+    return prefill_pb2.KVHolder(
+        address="h:1", epoch=1, num_tokens=num_tokens, num_tier_tokens=num_tier_tokens, restore_token_s=restore_token_s
+    )
+
+
+def test_a_holder_offers_what_its_pool_has_and_what_its_tiers_have_behind_that() -> None:
+    assert Offer.of(holder_of(70), 16) == [Offer(64, 64)]
+    assert Offer.of(holder_of(160, 96, 0.01), 16) == [Offer(64, 64), Offer(160, 64, 0.01)]
+    assert Offer.of(holder_of(160, 160, 0.01), 16) == [Offer(160, 0, 0.01)]
+    assert Offer.of(holder_of(15), 16) == Offer.of(holder_of(20, 15), 32) == []
+    behind = Offer(160, 64, 0.01)
+    assert (behind.restore_s(0), behind.restore_s(96), behind.restore_s(160)) == pytest.approx((0.96, 0.64, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("restore_token_s", "chosen"),
+    [(1e-5, 1600), (1e-3, 640), (0.5, 640)],
+)
+def test_the_offer_is_taken_that_saves_most(restore_token_s: float, chosen: int) -> None:
+    """A token takes 0.5 ms to compute; what comes from a pool takes nearly nothing."""
+    layout = SimpleNamespace(block_size=16)
+    tools = SimpleNamespace(
+        layout=layout, is_forced=False, bytes_per_token=100, compute_s=lambda first, last: (last - first) * 5e-4
+    )
+    puller = KVPuller(cast("PullTools", tools))
+    offer = puller._best_offer(Holder(), holder_of(1600, 960, restore_token_s), 2000)
+    assert offer is not None
+    assert offer.num_tokens == chosen
+    assert puller._best_offer(Holder(), holder_of(1600, 1600, 1e-3), 2000) is None

@@ -11,6 +11,7 @@ from router.routing.cost_model import NEUTRAL, Overhead, Overheads
 from router.routing.cost_policy import PredictPolicy
 from router.routing.filters import Candidate, NoPlacement, Placement, RoutingRequest, compatible, has_room
 from router.routing.fleet_snapshot import FleetSnapshot
+from router.routing.peer_tiers import peer_tiers
 from router.routing.worker_snapshot import Mode, WorkerSnapshot
 from tests.router.fleets import SPEED, offers, running, worker
 
@@ -232,6 +233,40 @@ def test_the_least_of_computing_restoring_and_fetching_counts() -> None:
     assert taken == {
         (1e-5, 1e-3): "restore", (1e-3, 1e-5): "fetch", (0.1, 0.1): "compute", (0.0, 1e-5): "fetch", (1e-5, 0.0): "restore"
     }  # fmt: skip
+
+
+def test_a_worker_fetches_what_another_one_restores_at_the_sum_of_both() -> None:
+    """A worker whose own tiers have as much does not ask others."""
+    demand = replace(DEMAND, mode=Mode.REMOTE, cached_tokens={D1.key: 64}, restorable_tokens={D1.key: 320})
+    plain = ttft_s(choose([FETCHING, D0, D1], demand))
+    quick, slow = (worker("d1", restore_token_s=each) for each in (1e-5, 0.1))
+    restored = choose([FETCHING, D0, quick], demand)
+    assert ttft_s(restored) < 0.6 * plain
+    ways = best(restored).ways
+    assert ways is not None and (ways.taken, ways.num_fetched) == ("fetch", 320)
+    assert demand.computed(FETCHING, ways) == demand.num_tokens - 320
+    assert ttft_s(choose([FETCHING, D0, slow], demand)) == plain
+    assert ttft_s(choose([P0, D0, quick], demand)) == ttft_s(choose([P0, D0, D1], demand)), "it fetches nothing"
+    own = replace(demand, restorable_tokens={D1.key: 320, FETCHING.key: 320})
+    with_own = worker("p0", fetch_token_s=1e-5, restore_token_s=1e-5)
+    ways = best(choose([with_own, D0, quick], own)).ways
+    assert ways is not None and (ways.taken, ways.num_fetched) == ("restore", 0)
+
+
+def test_the_peer_is_taken_that_has_most_and_of_equal_ones_the_quickest() -> None:
+    workers = {each.key: each for each in (worker("a", restore_token_s=1e-3), worker("b", restore_token_s=1e-4), worker("c"))}
+    demand = replace(DEMAND, cached_tokens={("a", 1): 16}, restorable_tokens={("a", 1): 160, ("b", 1): 160, ("c", 1): 320})
+
+    def taken(least: int, most: int = 399, **held: int) -> tuple[object, ...] | None:
+        asked = replace(demand, restorable_tokens={**demand.restorable_tokens, **{(name, 1): has for name, has in held.items()}})
+        found = peer_tiers(asked, workers.get, least, most)
+        return None if found is None else (found.key[0], found.num_tokens, found.num_tier_tokens)
+
+    assert taken(0) == ("b", 160, 160), "c says of no tier how fast it is"
+    assert taken(0, a=176) == ("a", 176, 160)
+    assert taken(160) is None
+    assert taken(0, most=96) == ("b", 96, 96)
+    assert taken(0, a=16, b=0) is None, "its pool has all of it"
 
 
 def test_without_anything_to_restore_tiers_change_no_decision() -> None:

@@ -23,9 +23,10 @@ from router.routing.cost_model import (
     local,
     remote,
 )
-from router.routing.cost_policy import PredictPolicy, local_prediction, output_part, prompt_part, remote_prediction
+from router.routing.cost_policy import PredictPolicy
 from router.routing.filters import Placement, RoutingRequest
 from router.routing.fleet_snapshot import FleetSnapshot
+from router.routing.prediction_parts import local_prediction, output_part, prompt_part, remote_prediction
 from router.routing.worker_reports import Described, snapshot_of
 from router.routing.worker_snapshot import WorkerSnapshot
 from tests.router.fleets import BASE, running, worker

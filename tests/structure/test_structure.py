@@ -22,7 +22,7 @@ GOALS = {
     "up_arrows": 0,
 }
 """What is wanted."""
-REACHED = {"remote_files": 118, "tcp_push_files": 17, "modules_not_registered": 569}
+REACHED = {"remote_files": 118, "tcp_push_files": 17, "modules_not_registered": 570}
 """What is allowed where a goal is not reached. The files of a request may shrink only; modules grow with what is built (adapters,
 headers, distillation, GGUF's architectures, a step's memory, engines behind an interface, stock engines, parsers of calls, the
 shared layer of APIs over HTTP and its bodies as types, batch files, embeddings, addresses, the mesh secret, bills of materials,
