@@ -377,11 +377,9 @@ class KVPuller:
             del self._pulls[pull.reservation.reservation_id]
         await self._tools.engine.release(request_id)
 
-    async def _ask(
-        self, pull: _Pull, holder: prefill_pb2.KVHolder, known: Holder, restored: EngineRequest | None
-    ) -> int | None:
-        """Have the holder push, and wait for it; return how many tokens came, None: it failed. `restored`: what it restores first;
-        None: nothing."""
+    async def _ask(self, pull: _Pull, holder: prefill_pb2.KVHolder, known: Holder, restored: EngineRequest | None) -> int | None:
+        """Have the holder push, and wait for it; return how many tokens came, None: it failed. `restored`: what it restores
+        first; None: nothing."""
         cached = pull.expected.reserved.num_cached_tokens
         message = worker_pb2.SendBlocksRequest(
             epoch=holder.epoch,

@@ -54,8 +54,8 @@ class BlockSender:
         adapter_of: Callable[[str, str], AdapterId] | None = None,
     ) -> None:
         """Create it. `max_tokens`: of the longest prompt that there is. `compute_s(first, last)` predicts the computation of a
-        prompt's tokens; None: the worker cannot tell yet. `restore` brings what the worker's tiers have of a prompt into its pool;
-        None: it has none. `adapter_of(name, digest)` raises FailedPrecondition."""
+        prompt's tokens; None: the worker cannot tell yet. `restore` brings what the worker's tiers have of a prompt into its
+        pool; None: it has none. `adapter_of(name, digest)` raises FailedPrecondition."""
         self._sharing = sharing
         self._sender = sender
         self._identity = identity

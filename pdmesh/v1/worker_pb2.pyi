@@ -861,6 +861,8 @@ class SendBlocksRequest(_message.Message):
     IDENTITY_FIELD_NUMBER: _builtins.int
     WAIT_MS_FIELD_NUMBER: _builtins.int
     IN_BACKGROUND_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    CACHE_ROOT_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """epoch of the worker that is asked, as the asking one knows it."""
     wait_ms: _builtins.int
@@ -869,6 +871,8 @@ class SendBlocksRequest(_message.Message):
     """
     in_background: _builtins.bool
     """in_background: no request waits for the blocks. The worker sends them only while it sends nothing else."""
+    cache_root: _builtins.bytes
+    """cache_root with which the hashes of those tokens begin, 1 to 64 bytes. Given with token_ids."""
     @_builtins.property
     def hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """hashes of blocks that follow each other in a prompt: those of the reservation behind its cached tokens, 1 to 65536. The longest
@@ -883,6 +887,13 @@ class SendBlocksRequest(_message.Message):
     def identity(self) -> _common_pb2.Identity:
         """identity of the worker that asks."""
 
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """token_ids of the prompt from its beginning to the end of the last of these blocks. With them the worker restores first what
+        its tiers have of the blocks and its pool lacks, where it predicts that to be quicker than computing them. Empty: it sends what
+        its pool has.
+        """
+
     def __init__(
         self,
         *,
@@ -892,10 +903,12 @@ class SendBlocksRequest(_message.Message):
         identity: _common_pb2.Identity | None = ...,
         wait_ms: _builtins.int = ...,
         in_background: _builtins.bool = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        cache_root: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "reservation", b"reservation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "hashes", b"hashes", "identity", b"identity", "in_background", b"in_background", "reservation", b"reservation", "wait_ms", b"wait_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_root", b"cache_root", "epoch", b"epoch", "hashes", b"hashes", "identity", b"identity", "in_background", b"in_background", "reservation", b"reservation", "token_ids", b"token_ids", "wait_ms", b"wait_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -912,6 +925,7 @@ class SendBlocksResponse(_message.Message):
     TRANSPORT_FIELD_NUMBER: _builtins.int
     WAITED_MS_FIELD_NUMBER: _builtins.int
     COMING_MS_FIELD_NUMBER: _builtins.int
+    RESTORE_NS_FIELD_NUMBER: _builtins.int
     num_blocks: _builtins.int
     """num_blocks of those that were asked for, the first ones."""
     num_bytes: _builtins.int
@@ -922,6 +936,8 @@ class SendBlocksResponse(_message.Message):
     """waited_ms until they were computed."""
     coming_ms: _builtins.int
     """coming_ms: more of the blocks should be computed after about so long, less than wait_ms. Nothing was sent: ask again."""
+    restore_ns: _builtins.int
+    """restore_ns is the part of the time in which the worker restored blocks from its tiers. 0 means that it restored none."""
     def __init__(
         self,
         *,
@@ -930,10 +946,11 @@ class SendBlocksResponse(_message.Message):
         transport: _builtins.str = ...,
         waited_ms: _builtins.int = ...,
         coming_ms: _builtins.int = ...,
+        restore_ns: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coming_ms", b"coming_ms", "num_blocks", b"num_blocks", "num_bytes", b"num_bytes", "transport", b"transport", "waited_ms", b"waited_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coming_ms", b"coming_ms", "num_blocks", b"num_blocks", "num_bytes", b"num_bytes", "restore_ns", b"restore_ns", "transport", b"transport", "waited_ms", b"waited_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
