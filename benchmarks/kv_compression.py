@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from benchmarks.harness import MODEL, PLAIN, Figure, say, write
 from kvtransfer.manifest import DTYPE_BYTES
-from kvtransfer.tiers import coding
+from kvtransfer.tiers.backends import coding
 from kvtransfer.tiers.pool_blocks import ViewedBlocks
 from kvtransfer.tiers.threads import TierThreads
 from pdmesh.engine.config import EngineConfig

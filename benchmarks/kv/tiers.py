@@ -20,10 +20,10 @@ import numpy as np
 from benchmarks.harness import Figure
 from kvtransfer.manifest import KVMemory
 from kvtransfer.native.library import prepare
+from kvtransfer.tiers.backends.coding import BlockForm
+from kvtransfer.tiers.backends.disk import DiskTier
+from kvtransfer.tiers.backends.host import HostTier
 from kvtransfer.tiers.base import Tier
-from kvtransfer.tiers.coding import BlockForm
-from kvtransfer.tiers.disk import DiskTier
-from kvtransfer.tiers.host import HostTier
 from kvtransfer.tiers.pool_blocks import ViewedBlocks
 from kvtransfer.tiers.threads import TierThreads
 from kvtransfer.tiers.tiers import BATCH_BYTES, KVTiers, TierTools

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvtransfer.tiers.index import TierIndex
+from kvtransfer.tiers.backends.index import TierIndex
 from pdmesh.engine.kv_cache.published_blocks import BlockName
 
 

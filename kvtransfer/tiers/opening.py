@@ -7,14 +7,14 @@ from pathlib import Path
 
 from kvtransfer.manifest import DTYPE_BYTES
 from kvtransfer.rounding import DTYPES
+from kvtransfer.tiers.backends.block_file import IDENTITY_BYTES
+from kvtransfer.tiers.backends.coding import REMEDY, BlockForm, is_installed
+from kvtransfer.tiers.backends.disk import DiskTier
+from kvtransfer.tiers.backends.host import HostTier
+from kvtransfer.tiers.backends.redis_blocks import RedisBlocks
+from kvtransfer.tiers.backends.store import TIMEOUT_S, StoreTier
 from kvtransfer.tiers.base import Tier
-from kvtransfer.tiers.block_file import IDENTITY_BYTES
-from kvtransfer.tiers.coding import REMEDY, BlockForm, is_installed
-from kvtransfer.tiers.disk import DiskTier
-from kvtransfer.tiers.host import HostTier
-from kvtransfer.tiers.redis_blocks import RedisBlocks
 from kvtransfer.tiers.settings import GB, TierConfig
-from kvtransfer.tiers.store import TIMEOUT_S, StoreTier
 from pdmesh.runtime.registry.redis_link import without_password
 from pdmesh.v1 import common_pb2
 

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.engine_runs import flags_of
-from kvtransfer.tiers.block_file import HEADER_BYTES
+from kvtransfer.tiers.backends.block_file import HEADER_BYTES
 from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.launcher.plan import LocalMeshConfig, ProcessPlan
 from tests.equality import mesh_runs

@@ -435,8 +435,8 @@ CODED = bytes(range(32)) + bytes.fromhex("28b52ffd2020450000103c3c010022c002")
 def kv_block_file() -> Made:
     """A block's value in the disk tier or a store, as it is and with a header whose checksum is right; and a file's name."""
     from kvtransfer.framing import checksum
-    from kvtransfer.tiers.block_file import HEADER_BYTES, BadBlockFile, BlockHeader, name_of, relative_path
-    from kvtransfer.tiers.coding import BlockForm, CannotDecode
+    from kvtransfer.tiers.backends.block_file import HEADER_BYTES, BadBlockFile, BlockHeader, name_of, relative_path
+    from kvtransfer.tiers.backends.coding import BlockForm, CannotDecode
     from pdmesh.engine.kv_cache.published_blocks import BlockName
 
     name, num_fields = BlockName(b"r" * 16, b"p" * 16, b"h" * 16), HEADER_BYTES - 4

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
+from kvtransfer.tiers.backends.store import StoreTier
 from kvtransfer.tiers.settings import TierConfig
-from kvtransfer.tiers.store import StoreTier
 from kvtransfer.tiers.tiers import KVTiers
 from pdmesh.engine.kv_cache.published_blocks import BlockName
 from pdmesh.runtime.registry.redis_server import EmbeddedRedis

@@ -17,8 +17,8 @@ import pytest
 
 from kvtransfer.kv_sources import Brought
 from kvtransfer.tiers import reuse, write_behind
+from kvtransfer.tiers.backends.disk import DiskTier
 from kvtransfer.tiers.base import BlockBytes
-from kvtransfer.tiers.disk import DiskTier
 from kvtransfer.tiers.settings import TierConfig
 from kvtransfer.tiers.tiers import KVTiers
 from pdmesh.engine.kv_cache.published_blocks import BlockName

@@ -6,10 +6,10 @@ import random
 from pathlib import Path
 
 from kvtransfer.framing import checksum
+from kvtransfer.tiers.backends.block_file import HEADER_BYTES, relative_path
+from kvtransfer.tiers.backends.coding import BlockForm
+from kvtransfer.tiers.backends.disk import DiskTier
 from kvtransfer.tiers.base import BlockBytes
-from kvtransfer.tiers.block_file import HEADER_BYTES, relative_path
-from kvtransfer.tiers.coding import BlockForm
-from kvtransfer.tiers.disk import DiskTier
 from pdmesh.engine.kv_cache.published_blocks import BlockName, names_of
 
 SIZE = 5_000

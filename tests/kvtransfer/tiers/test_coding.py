@@ -11,14 +11,15 @@ import pytest
 from redis import Redis
 
 from kvtransfer.framing import checksum
-from kvtransfer.tiers import coding, disk, opening
+from kvtransfer.tiers import opening
+from kvtransfer.tiers.backends import coding, disk
+from kvtransfer.tiers.backends.block_file import HEADER_BYTES, BadBlockFile, BlockHeader
+from kvtransfer.tiers.backends.coding import BlockForm, CannotDecode
+from kvtransfer.tiers.backends.disk import DiskTier
+from kvtransfer.tiers.backends.redis_blocks import RedisBlocks
+from kvtransfer.tiers.backends.store import StoreTier
 from kvtransfer.tiers.base import BlockBytes
-from kvtransfer.tiers.block_file import HEADER_BYTES, BadBlockFile, BlockHeader
-from kvtransfer.tiers.coding import BlockForm, CannotDecode
-from kvtransfer.tiers.disk import DiskTier
-from kvtransfer.tiers.redis_blocks import RedisBlocks
 from kvtransfer.tiers.settings import TierConfig
-from kvtransfer.tiers.store import StoreTier
 from pdmesh.runtime.registry.redis_server import EmbeddedRedis
 from pdmesh.v1 import common_pb2
 from tests.kvtransfer.tiers.blocks import FORM, IDENTITY, SIZE, block, chain, files_in

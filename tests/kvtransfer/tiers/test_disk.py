@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from kvtransfer.tiers import disk
-from kvtransfer.tiers.block_file import HEADER_BYTES, BlockHeader, name_of, relative_path
-from kvtransfer.tiers.coding import BlockForm
-from kvtransfer.tiers.disk import DiskTier
+from kvtransfer.tiers.backends import disk
+from kvtransfer.tiers.backends.block_file import HEADER_BYTES, BlockHeader, name_of, relative_path
+from kvtransfer.tiers.backends.coding import BlockForm
+from kvtransfer.tiers.backends.disk import DiskTier
 from pdmesh.engine.kv_cache.published_blocks import BlockName
 from tests.kvtransfer.tiers.blocks import FILE, FORM, IDENTITY, SIZE, block, chain, content_of, files_in, opened, path_of
 

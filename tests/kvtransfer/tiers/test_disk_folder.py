@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtransfer.tiers import disk, index
-from kvtransfer.tiers.block_file import relative_path
+from kvtransfer.tiers.backends import disk, index
+from kvtransfer.tiers.backends.block_file import relative_path
 from tests.kvtransfer.tiers.blocks import FILE, IDENTITY, block, chain, content_of, files_in, opened, path_of
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from kvtransfer.tiers.backends.host import HostTier
 from kvtransfer.tiers.base import BlockBytes
-from kvtransfer.tiers.host import HostTier
 from tests.kvtransfer.tiers.blocks import SIZE, block, chain
 
 

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvtransfer.tiers.index import MOST_VICTIMS, STALE_S, TierIndex, _Entry, _Root
+from kvtransfer.tiers.backends.index import MOST_VICTIMS, STALE_S, TierIndex, _Entry, _Root
 from pdmesh.engine.kv_cache.published_blocks import BlockName, PublishedBlocks, names_of
 
 ROOT, OTHER = b"root", b"other root"

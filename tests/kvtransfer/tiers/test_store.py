@@ -14,13 +14,13 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 import pytest
 from redis import Redis
 
-from kvtransfer.tiers import redis_blocks, store
-from kvtransfer.tiers.block_file import HEADER_BYTES
-from kvtransfer.tiers.coding import BlockForm
+from kvtransfer.tiers.backends import redis_blocks, store
+from kvtransfer.tiers.backends.block_file import HEADER_BYTES
+from kvtransfer.tiers.backends.coding import BlockForm
+from kvtransfer.tiers.backends.redis_blocks import RedisBlocks
+from kvtransfer.tiers.backends.store import StoreTier
 from kvtransfer.tiers.opening import open_tiers
-from kvtransfer.tiers.redis_blocks import RedisBlocks
 from kvtransfer.tiers.settings import TierConfig
-from kvtransfer.tiers.store import StoreTier
 from pdmesh.engine.kv_cache.published_blocks import BlockName
 from pdmesh.runtime.registry.redis_server import EmbeddedRedis
 from pdmesh.v1 import common_pb2

@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.framing import room_for
+from kvtransfer.tiers.backends.block_file import HEADER_BYTES, BadBlockFile, BlockHeader, UnknownVersion
 from kvtransfer.tiers.base import BlockBytes
-from kvtransfer.tiers.block_file import HEADER_BYTES, BadBlockFile, BlockHeader, UnknownVersion
 from pdmesh.engine.kv_cache.published_blocks import BlockName
 
 if TYPE_CHECKING:

@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from kvtransfer.tiers.backends.block_file import BadBlockFile, is_storable
+from kvtransfer.tiers.backends.coding import BlockForm, CannotDecode
+from kvtransfer.tiers.backends.redis_blocks import Change, RedisBlocks, StoreFull, StoreRefused
 from kvtransfer.tiers.base import BlockBytes, IndexedTier
-from kvtransfer.tiers.block_file import BadBlockFile, is_storable
-from kvtransfer.tiers.coding import BlockForm, CannotDecode
-from kvtransfer.tiers.redis_blocks import Change, RedisBlocks, StoreFull, StoreRefused
 from pdmesh.engine.kv_cache.published_blocks import BlockName
 
 TIMEOUT_S = 1.0

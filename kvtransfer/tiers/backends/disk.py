@@ -22,8 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from kvtransfer.tiers.base import BlockBytes, IndexedTier
-from kvtransfer.tiers.block_file import (
+from kvtransfer.tiers.backends.block_file import (
     HEADER_BYTES,
     PARTIAL,
     BadBlockFile,
@@ -37,8 +36,9 @@ from kvtransfer.tiers.block_file import (
     relative_path,
     write_all,
 )
-from kvtransfer.tiers.coding import BlockForm, CannotDecode, is_installed
-from kvtransfer.tiers.index import MOST_VICTIMS
+from kvtransfer.tiers.backends.coding import BlockForm, CannotDecode, is_installed
+from kvtransfer.tiers.backends.index import MOST_VICTIMS
+from kvtransfer.tiers.base import BlockBytes, IndexedTier
 from pdmesh.engine.kv_cache.published_blocks import BlockName
 from pdmesh.runtime import failpoints
 
