@@ -134,6 +134,30 @@ def test_the_least_of_three_is_taken() -> None:
         assert (came.num_restored, came.num_fetched) == ((1536, 0) if source == "restored" else (0, 2048))
 
 
+def test_a_holder_restores_first_what_its_tiers_alone_have() -> None:
+    asking = Asking(replace(OPEN, fetching=FAST, tiers=TIERS))
+    asking.holder.take_in(NAMES)
+    asking.holder.room = KvRoom(LARGE.num_blocks, LARGE.block_size, 512, asking.holder.room._tiers)  # its pool is lost
+    asking.holder.take_in(NAMES[:1])
+    asking.bring()
+    asking.events.run(None)
+    num_bytes = 512 * LARGE.kv_bytes_per_token
+    took_s = FAST.fetch_s(4 * num_bytes) + TIERS.restore_s(3 * num_bytes)
+    [(at_s, came)] = asking.came
+    assert at_s == pytest.approx(took_s)
+    assert came == Brought(num_fetched=2048)
+    assert asking.holder.room.num_leading(NAMES) == 4, "they are in its pool now"
+
+
+def test_prefill_workers_fetch_from_tiers_of_others() -> None:
+    """Small pools lose earlier turns; round-robin sends later ones elsewhere."""
+    arrivals = [arrival for number in range(11) for arrival in conversation(number, 5)]
+    config = replace(OPEN, local_prefill_tokens=0, policy="round-robin", fetching=FAST)
+    plain, tiered = (run(replace(config, tiers=each), arrivals, prefill=3, num_blocks=700) for each in (None, TIERS))
+    assert tiered.sources["fetched"] > 1.1 * plain.sources["fetched"]
+    assert tiered.sources["computed"] < plain.sources["computed"]
+
+
 def test_a_holder_that_dies_meanwhile_brings_nothing() -> None:
     asking = Asking(replace(OPEN, fetching=FAST))
     asking.bring()

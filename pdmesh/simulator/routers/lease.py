@@ -144,8 +144,24 @@ class SimulatedLease:
             self._sources.bring(worker, request.arrival.hashes, request.num_tokens, holder, brought_there)
 
     def _holder(self, stay: Stay, worker: ModelledWorker) -> ModelledWorker | None:
-        """Return the worker that is asked for KV, as router/lifecycle/prefill_stage.py names it: the decode worker, which has it
-        pinned, or another one that has more by the index; equals take turns."""
+        """Return the worker that is asked for KV, as router/lifecycle/kv_holder.py names it: the one that has most in its pool,
+        or one that restores more first where that is quicker."""
+        in_pool, num_in_pool = self._pool_holder(stay, worker)
+        key, now = (worker.name, EPOCH), self._events.now
+
+        def is_able(other: WorkerKey) -> bool:
+            return other != key and other not in stay.tried and self._floor.worker(other[0]) is not None
+
+        found = self._outlook.peer_tiers(stay.request, key, is_able, num_in_pool, now)
+        if found is None:
+            return in_pool
+        num_tokens, plain_s = stay.request.num_tokens, self._sources.fetched_s(worker, num_in_pool, stay.request.num_tokens)
+        restored_s = found.restore_s + self._sources.fetched_s(worker, found.num_tokens, num_tokens)
+        return self._floor.worker(found.key[0]) if in_pool is None or restored_s < plain_s else in_pool
+
+    def _pool_holder(self, stay: Stay, worker: ModelledWorker) -> tuple[ModelledWorker | None, int]:
+        """Return the decode worker, which has its part pinned, or another one that has more by the index, with its tokens; equals
+        take turns."""
         known = self._outlook.holders(stay.request, self._events.now)
         at_decode = 0 if stay.owned is None else stay.owned.num_cached
         found = [(at_decode, 0, stay.decode)]
@@ -158,8 +174,8 @@ class SimulatedLease:
             if num_tokens > here and name != worker.name and (name, EPOCH) not in stay.tried:
                 holder = self._floor.worker(name)
                 if holder is not None:
-                    return holder
-        return None
+                    return holder, num_tokens
+        return None, 0
 
     def _compute(self, stay: Stay, prompt: Sequence, worker: ModelledWorker, at_s: float) -> None:
         stay.entered_at = at_s

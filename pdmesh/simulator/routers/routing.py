@@ -1,6 +1,6 @@
 """One simulated router's view of the fleet, as old as reports are, and the real policy's answers to it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from router.kv_index.index import IN_FLIGHT_S, NO_TOKENS, Part, PrefixMemory, Pr
 from router.routing.cost_model import OutputLengths, Overheads
 from router.routing.filters import NoPlacement, Placement, RoutingRequest
 from router.routing.fleet_snapshot import FleetSnapshot
+from router.routing.peer_tiers import PeerTiers, peer_tiers
 from router.routing.policy import make_policy
 from router.routing.worker_reports import NOTHING
 from router.routing.worker_snapshot import WorkerKey, WorkerSnapshot
@@ -341,6 +342,23 @@ class SimulatedRouting:
     def holders(self, request: Request, now: float) -> Mapping[WorkerKey, int]:
         """Return the workers that are thought to have some of its prompt cached, with the number of tokens."""
         return self.prefixes.look_up(request.arrival.hashes, now).cached
+
+    def peer_tiers(
+        self, request: Request, worker: WorkerKey, able: Callable[[WorkerKey], bool], least: int, now: float
+    ) -> PeerTiers | None:
+        """Return the worker with most of its prompt in pool and tiers, of those that are `able`: more than `least` tokens, and
+        than `worker` has itself."""
+        held = self.prefixes.look_up(request.arrival.hashes, now)
+        if not held.restorable:
+            return None
+        least = max(least, held.cached.get(worker, 0), held.restorable.get(worker, 0))
+        demand = RoutingRequest(MODEL, request.num_tokens, cached_tokens=held.cached, restorable_tokens=held.restorable)
+
+        def view_of(key: WorkerKey) -> WorkerSnapshot | None:
+            estimate = self.roster.get(key[0]) if able(key) else None
+            return None if estimate is None else estimate.view
+
+        return peer_tiers(demand, view_of, least, request.num_tokens - 1)
 
     def _idle_tpot_s(self, context: int, now: float) -> float | None:
         """Return the TPOT of the fastest idle worker; cached for a while, as it scans all."""

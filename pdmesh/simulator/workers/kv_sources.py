@@ -3,6 +3,7 @@
     bring ─┬─ compute   what its pool lacks            ─────────────────────────► go
            ├─ restore   what its tiers hold            ─── after restore_s ─────► go
            └─ fetch     what the holder's pool holds   ─── after fetch_s ───────► go       as prefill_service/kv_pull.py decides
+                        or its tiers behind that       ─── after both ──────────► go
 
 The least predicted time is taken; a fetch only where it takes less than WORTH of what it saves. What comes is published in the
 worker's prefix cache, where the prompt finds it. Each transfer has the whole bandwidth.
@@ -78,6 +79,13 @@ class KvSources:
         else:
             go(NOTHING)
 
+    def fetched_s(self, worker: ModelledWorker, num_fetched: int, num_tokens: int) -> float:
+        """Return how long the worker takes to fetch the first tokens of a prompt and to compute the rest."""
+        spec = worker.spec
+        fetch_s = 0.0 if self._fetching is None else num_fetched * spec.kv_bytes_per_token / self._fetching.bytes_per_s
+        first = min(num_fetched, num_tokens - 1)
+        return fetch_s + spec.speed.prefill_s(first, num_tokens, chunk=spec.max_num_batched_tokens)
+
     def _restored(self, worker: ModelledWorker, hashes: Sequence[int], num_tokens: int, here: int) -> Way | None:
         if self._tiers is None:
             return None
@@ -93,9 +101,13 @@ class KvSources:
         if self._fetching is None or holder.is_dead or holder.num_sends >= self._fetching.max_sends:
             return None
         held = holder.room.num_leading(hashes)
-        if held <= here:
-            return None
-        return way_of(worker, num_tokens, held, self._fetching.fetch_s(_bytes(worker, held - here)))
+        found = [way_of(worker, num_tokens, held, self._fetching.fetch_s(_bytes(worker, held - here)))] if held > here else []
+        in_tiers = held if self._tiers is None else holder.room.num_leading(hashes, with_tiers=True)
+        if self._tiers is not None and in_tiers > max(held, here):
+            num_missing = holder.room.num_missing(hashes[max(held, here) : in_tiers])
+            moves_s = self._fetching.fetch_s(_bytes(worker, in_tiers - here)) + self._tiers.restore_s(_bytes(worker, num_missing))
+            found.append(way_of(worker, num_tokens, in_tiers, moves_s))
+        return min(found, default=None)
 
     def _fetch(self, worker: ModelledWorker, hashes: Sequence[int], move_s: float, holder: ModelledWorker, go: Go) -> None:
         """Fetch; a prompt that wants the same meanwhile waits for it."""
@@ -110,6 +122,8 @@ class KvSources:
 
     def _came(self, worker: ModelledWorker, names: tuple[int, ...], holder: ModelledWorker, go: Go) -> None:
         holder.num_sends -= 1
+        if self._tiers is not None and not holder.is_dead and holder.room.num_leading(names) < len(names):
+            holder.take_in(names)  # it has restored them
         num_taken = 0 if holder.is_dead else worker.take_in(names)
         go(Brought(num_fetched=num_taken * worker.spec.prefix_tokens))
         for goes_on in worker.fetches.pop(names):
