@@ -377,10 +377,10 @@ def fetched_blocks_are_published_before_they_have_come() -> None:
 
     ask = KVPuller._ask
 
-    async def early(self: Any, pull: Any, holder: Any, known: Any, restored: Any) -> int | None:
+    async def early(self: Any, pull: Any, *others: Any) -> int | None:
         reserved = pull.expected.reserved
         await self._tools.sharing.take_in(reserved.request.request_id, reserved.num_tokens)
-        return await ask(self, pull, holder, known, restored)
+        return await ask(self, pull, *others)
 
     put(KVPuller, "_ask", early)
 
