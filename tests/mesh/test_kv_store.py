@@ -115,7 +115,8 @@ async def test_compressed_blocks_give_the_same_tokens(model: Model, tiny: Path, 
     async with running_pair(model, tiny, tiers) as pair:
         await pair.answer(PROMPT)
         await written(pair.prefill, WHOLE)
-        assert store_of(tiers_of(pair.prefill)).num_bytes < 0.9 * WHOLE * tiers_of(pair.prefill)._tools.blocks.block_bytes
+        store = store_of(tiers_of(pair.prefill))  # the answer's blocks may be there, too
+        assert store.num_bytes < 0.9 * store.num_blocks * tiers_of(pair.prefill)._tools.blocks.block_bytes
     for settings in (tiers, shared(server)):
         async with running_pair(model, tiny, settings) as pair:
             assert (await pair.answer(PROMPT)).tokens() == right.tokens()

@@ -43,7 +43,8 @@ def found(
         cached_tokens={(name, 1): tokens for name, tokens in cached.items()},
         restorable_tokens={(name, 1): tokens for name, tokens in restorable.items()},
     )
-    dispatch: Any = SimpleNamespace(routing_request=request, tried=frozenset())
+    asked = SimpleNamespace(avoid=frozenset(), failed_holders=frozenset())
+    dispatch: Any = SimpleNamespace(request=asked, routing_request=request, tried=frozenset())
     holder = find_holder(cast("RouterContext", core), cast("Dispatch", dispatch), infos["us"], "r")
     return None if holder is None else (holder.address, holder.num_tokens, holder.num_tier_tokens)
 
