@@ -52,6 +52,8 @@ WAIT_WORTH, MOST_WAIT_S = 1.1, 30.0
 """A holder that is still computing the blocks is waited for where that, and the pull, take little longer than computing them
 here behind the prompts that are here: the work is done once."""
 ASK_AGAIN_S = 0.01
+MOST_STALLS = 4
+"""A holder is given up whose time to come has not become less in so many calls: its engine may hang."""
 LEAST_LIMIT_S, FORCED_LIMIT_S = 0.1, 20.0
 LEFT_OUT_S, MOST_LEFT_OUT_S = 5.0, 60.0
 """How long a holder is not asked that failed, twice as long each time; and one that cannot send what we can take."""
@@ -97,6 +99,27 @@ class PullCounts:
     num_failed: int = 0
     num_warmed_tokens: int = 0
     num_warmed_bytes: int = 0
+
+
+class _Waiting:
+    """Wait for a holder that computes, over several calls, as long as it advances."""
+
+    def __init__(self, until: float) -> None:
+        """`until`: monotonic seconds."""
+        self._until = until
+        self._least_ms, self._num_stalls = 1 << 32, 0
+
+    def left_ms(self, now: float) -> int:
+        """Return how long it may still be waited for."""
+        return max(0, round(1000 * (self._until - now)))
+
+    def goes_on(self, coming_ms: int) -> bool:
+        """Return whether to ask again behind an answer that it should take so long."""
+        if coming_ms < self._least_ms:
+            self._least_ms, self._num_stalls = coming_ms, 0
+        else:
+            self._num_stalls += 1
+        return self._num_stalls < MOST_STALLS
 
 
 class Limits(NamedTuple):
@@ -275,11 +298,13 @@ class KVPuller:
     async def _pull(
         self, request: EngineRequest, tokens: tuple[int, ...], offer: Offer, holder: prefill_pb2.KVHolder, known: Holder
     ) -> int | None:
+        queue_s = await self._queue_s()
+
         def limits(cached: int) -> Limits | None:
             decision = self._decide(known, cached, offer, len(tokens))
             if not decision.is_worth:
                 return None
-            return Limits(FORCED_LIMIT_S if self._tools.is_forced else decision.limit_s, decision.wait_s(self._queue_s()))
+            return Limits(FORCED_LIMIT_S if self._tools.is_forced else decision.limit_s, decision.wait_s(queue_s))
 
         try:
             wanted = self._wanted(request, tokens[: offer.num_tokens])
@@ -320,10 +345,9 @@ class KVPuller:
         finally:
             await to_its_end(self._close(wanted.request_id, pull))
 
-    def _queue_s(self) -> float:
+    async def _queue_s(self) -> float:
         """Return how long the prompts that are here should take to compute."""
-        num_tokens = self._tools.sharing.num_to_compute
-        return (self._tools.compute_s(0, num_tokens) or 0.0) if num_tokens else 0.0
+        return sum(self._tools.compute_s(first, last) or 0.0 for first, last in await self._tools.sharing.to_compute())
 
     def _known(self, holder: prefill_pb2.KVHolder) -> Holder:
         """Return what is known of a holder; what was not used for long is forgotten."""
@@ -392,28 +416,36 @@ class KVPuller:
         )
         stub = worker_pb2_grpc.WorkerControlStub(self._tools.channel(holder.address))
         await failpoints.hit_async("pull.ask")
-        wait_until = time.monotonic() + pull.wait_s
+        waiting = _Waiting(time.monotonic() + pull.wait_s)
         try:
             while True:
                 began = time.monotonic()
-                message.wait_ms = max(0, round(1000 * (wait_until - began)))
+                message.wait_ms = waiting.left_ms(began)
                 timeout_s = pull.limit_s + (2 * LONGEST_CALL_S if message.wait_ms else 0.0)
                 answer = await stub.SendBlocks(message, timeout=timeout_s)
-                if not answer.coming_ms or not message.wait_ms:
+                if not answer.coming_ms:
                     break
+                if not waiting.goes_on(answer.coming_ms) or not message.wait_ms:
+                    self._failed(pull, known, grpc.StatusCode.UNAVAILABLE, f"{holder.address}: it does not advance", began)
+                    return None
                 await asyncio.sleep(ASK_AGAIN_S)
         except grpc.aio.AioRpcError as error:
-            now = time.monotonic()
-            wanted_bytes = round((pull.expected.reserved.num_tokens - cached) * self._tools.bytes_per_token)
-            known.failed(error.code(), wanted_bytes, now - began, now)
-            self.counts.num_failed += 1
-            logger.info("no KV came from %s: %s %s", holder.address, error.code().name, error.details())
+            self._failed(pull, known, error.code(), f"{holder.address}: {error.details()}", began)
             return None
         now = time.monotonic()
         known.came(answer.num_bytes, now - began - answer.waited_ms / 1000 - answer.restore_ns / 1e9, now)
         num_tokens = max(0, pull.num_tokens - cached)
         self._count(pull, num_tokens, answer.num_bytes)
         return num_tokens
+
+    def _failed(self, pull: _Pull, known: Holder, code: grpc.StatusCode, problem: str, began: float) -> None:
+        """Learn from a holder that has sent nothing."""
+        now = time.monotonic()
+        num_tokens = pull.expected.reserved.num_tokens - pull.expected.reserved.num_cached_tokens
+        known.failed(code, round(num_tokens * self._tools.bytes_per_token), min(now - began, pull.limit_s), now)
+        if code is not grpc.StatusCode.NOT_FOUND:  # a block that went away is a miss
+            self.counts.num_failed += 1
+        logger.info("no KV came from %s (%s)", problem, code.name)
 
     def _count(self, pull: _Pull, num_tokens: int, num_bytes: int) -> None:
         if pull.in_background:

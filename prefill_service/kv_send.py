@@ -32,7 +32,9 @@ MOST_WAITS = 64
 MAX_WAIT_MS = 60_000
 LONGEST_CALL_S = 0.25
 """Waits are divided into calls of this length, so that the other worker soon misses one that has stopped."""
-LOOK_SHARE, LEAST_LOOK_S, MOST_LOOK_S = 0.25, 0.005, 0.1
+SLOT_S = 0.02
+"""How long one of the others may take that are sent blocks: it is waited for, too."""
+LOOK_SHARE, LEAST_LOOK_S, MOST_LOOK_S = 0.25, 0.01, 0.1
 """How often is looked whether they are there: after this share of the time that they should still take."""
 RETRY_DELAY_S = 0.1
 
@@ -101,6 +103,8 @@ class BlockSender:
             while True:
                 waited_s = time.monotonic() - began
                 expected_s = await self._expected_s(sharing, request)
+                if not expected_s and self._num_sends >= MOST_SENDS:  # many have waited for the same
+                    expected_s = SLOT_S
                 if not expected_s or waited_s + expected_s > request.wait_ms / 1000:
                     return 0.0
                 if waited_s > LONGEST_CALL_S:
@@ -112,8 +116,7 @@ class BlockSender:
     async def _expected_s(self, sharing: KVSharing, request: worker_pb2.SendBlocksRequest) -> float:
         """Return in how many seconds those of the blocks that come should be here; 0: no more come, or it cannot be told."""
         first = request.reservation.num_cached_tokens // self._layout.block_size
-        _, num_tokens = await sharing.coming(first, tuple(request.hashes))
-        return (self._compute_s(0, num_tokens) or 0.0) if num_tokens else 0.0
+        return sum(self._compute_s(*tokens) or 0.0 for tokens in await sharing.coming(first, tuple(request.hashes)))
 
     @contextlib.contextmanager
     def _counted(self, in_background: bool) -> Iterator[None]:

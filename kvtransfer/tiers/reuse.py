@@ -4,7 +4,7 @@
               └─► not used for half a minute                    a miss, until it is used after all
 
 Where next to nothing is used twice, writing costs processor time, memory bandwidth and the life of a disk for nothing: then only
-blocks are written that have been used a second time, or that a session wants. Names alone are watched, so that the first
+blocks are written that have been used a second time, or that a session wants. Hashes alone are watched, so that the first
 conversations that come back are seen although nothing of them was written.
 """
 
@@ -13,8 +13,12 @@ from __future__ import annotations
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
 
 from pdmesh.engine.kv_cache.published_blocks import BlockName
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 WORTH = 0.05
 """The share of blocks that have to be used again. Writing a block of 0.4 MB takes a core some 0.4 ms, computing it some 10 ms."""
@@ -22,8 +26,9 @@ PATIENCE_S = 30.0
 """A block that was not used for so long counts as not used, for the time being."""
 LEAST_OUTCOMES, MOST_OUTCOMES = 256, 4096
 """Blocks whose fate is known: with fewer everything is written; of more the last ones count."""
-MOST_NAMES = 1 << 16
-"""Names that are remembered, of a million tokens in blocks of 16."""
+MOST_HASHES, MOST_NAMES = 1 << 18, 1 << 16
+"""Blocks whose hashes are remembered after they were not used, of four million tokens in blocks of 16; blocks that were not
+written."""
 
 
 class ReuseWatch:
@@ -31,9 +36,9 @@ class ReuseWatch:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._young: OrderedDict[BlockName, float] = OrderedDict()  # with the time until which they may be used
-        self._missed: OrderedDict[BlockName, None] = OrderedDict()
-        self._skipped: OrderedDict[BlockName, None] = OrderedDict()  # those that were not written
+        self._young: OrderedDict[bytes, float] = OrderedDict()  # with the time until which they may be used
+        self._missed: OrderedDict[bytes, None] = OrderedDict()
+        self._skipped: OrderedDict[bytes, BlockName] = OrderedDict()  # those that were not written
         self._again: OrderedDict[BlockName, None] = OrderedDict()  # of these, those that were used since
         self._outcomes: deque[bool] = deque(maxlen=MOST_OUTCOMES)
 
@@ -48,23 +53,25 @@ class ReuseWatch:
         """Return whether `take_again` would return something."""
         return bool(self._again)
 
-    def used(self, names: Iterable[BlockName]) -> None:
-        """Record that a prompt contains these blocks, wherever they are."""
-        for name in names:
-            if self._young.pop(name, None) is not None or self._missed.pop(name, 0) is None:
+    def used(self, hashes: Iterable[bytes]) -> None:
+        """Record that a prompt contains these blocks, or that another worker reads them, wherever they are."""
+        for block_hash in hashes:
+            if self._young.pop(block_hash, None) is not None or self._missed.pop(block_hash, 0) is None:
                 self._outcomes.append(True)
-            if self._skipped.pop(name, 0) is None:
-                _put(self._again, name)
+            if name := self._skipped.pop(block_hash, None):
+                self._again[name] = None
+        _bound(self._again, MOST_NAMES)
 
     def chosen(self, published: Mapping[BlockName, float]) -> dict[BlockName, float]:
         """Return those of some blocks that were published, each with the seconds for which a session wants it, that are to be
         written now."""
         until, is_worth = self._clock() + PATIENCE_S, self.is_worth
         for name in published:
-            if name not in self._missed:
-                self._young.setdefault(name, until)
+            if name.block_hash not in self._missed:
+                self._young.setdefault(name.block_hash, until)
             if not is_worth and not published[name]:
-                _put(self._skipped, name)
+                self._skipped[name.block_hash] = name
+        _bound(self._skipped, MOST_NAMES)
         return {name: keep_s for name, keep_s in published.items() if is_worth or keep_s}
 
     def take_again(self, most: int) -> dict[BlockName, float]:
@@ -77,12 +84,12 @@ class ReuseWatch:
     def _age(self) -> None:
         now = self._clock()
         while self._young and (len(self._young) > MOST_NAMES or next(iter(self._young.values())) <= now):
-            name, _ = self._young.popitem(last=False)
-            _put(self._missed, name)
+            block_hash, _ = self._young.popitem(last=False)
+            self._missed[block_hash] = None
             self._outcomes.append(False)
+        _bound(self._missed, MOST_HASHES)
 
 
-def _put(names: OrderedDict[BlockName, None], name: BlockName) -> None:
-    names[name] = None
-    if len(names) > MOST_NAMES:
-        names.popitem(last=False)
+def _bound(blocks: OrderedDict[K, V], most: int) -> None:
+    while len(blocks) > most:
+        blocks.popitem(last=False)

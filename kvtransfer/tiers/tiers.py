@@ -194,7 +194,7 @@ class KVTiers:
         num_here, hashes = await self._tools.sharing.lacking(request.block_root, tokens)
         names = names_of(request.block_root, hashes)
         if self._reuse is not None:
-            self._reuse.used(names)
+            self._reuse.used(hashes)
         await self._ask(names, num_here, len(tokens))
         batches = self._plan(names, num_here)
         num_blocks = num_here + sum(len(batch.names) for batch in batches)

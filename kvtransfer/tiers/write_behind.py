@@ -100,7 +100,9 @@ class WriteBehind:
         """Write blocks that were not worth it when they were published, and have been used since."""
         used = await self._sharing.take_used()
         if self._reuse is not None:
-            self._reuse.used(used)
+            for each in used:
+                self._reuse.used(each)
+                await asyncio.sleep(0)
             await self._write_behind(self._reuse.take_again(self._batch_blocks))
 
     async def _write_behind(self, wanted: Mapping[BlockName, float]) -> None:

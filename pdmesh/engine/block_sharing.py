@@ -10,7 +10,7 @@ one is read. Under the engine's lock, so also while a step runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from pdmesh.engine.errors import InvalidRequest
 from pdmesh.engine.interface import ExpectedBlocks, ReservedBlocks
@@ -82,31 +82,36 @@ class BlockSharing:
     def pin(self, pin_id: str, hashes: Iterable[bytes]) -> tuple[int, ...]:
         """Pin the longest beginning of these blocks that is here and exact, until `unpin`; return their ids. Raises
         InvalidRequest for a pin that is there already."""
+        hashes = tuple(hashes)
         with self._blocks.lock:
-            return self._blocks.pin(pin_id, hashes)
+            pinned = self._blocks.pin(pin_id, hashes)
+            if self._blocks.published is not None:
+                self._blocks.published.note_used(hashes[: len(pinned)])
+            return pinned
 
-    def coming(self, first: int, hashes: Sequence[bytes]) -> tuple[int, int]:
-        """Return how many of some blocks, which follow each other in a prompt from its block `first` on, are here or will be when
-        the prompts under way are computed, and how many tokens of prompts are computed until then: 0, no more blocks come."""
+    def coming(self, first: int, hashes: Sequence[bytes]) -> list[tuple[int, int]]:
+        """Return what will be computed until the most of some blocks are here that prompts under way bring: each prompt's tokens,
+        from the first of two numbers to the second, in the order of turns. The blocks follow each other in a prompt from block
+        `first` on. Empty: no more come."""
         with self._blocks.lock:
-            most, num_tokens, num_before = len(self._blocks.pool.find(hashes)), 0, 0
-            for sequence in sorted(self._prompts(), key=lambda each: each.turn)[:MOST_PROMPTS]:
+            most, needed, before = len(self._blocks.pool.find(hashes)), list[tuple[int, int]](), list[tuple[int, int]]()
+            for sequence in self._prompts():
                 num_blocks = self._blocks.num_equal(sequence, first, hashes)
-                if num_blocks > most:
-                    num_ahead = self._blocks.num_tokens_of(first + num_blocks) - sequence.num_computed
-                    most, num_tokens = num_blocks, num_before + max(0, num_ahead)
-                num_before += sequence.num_remaining
-            return most, num_tokens
+                if num_blocks > most and sequence.is_exact:
+                    end = self._blocks.num_tokens_of(first + num_blocks)
+                    most, needed = num_blocks, [*before, (min(sequence.num_computed, end), end)]
+                before.append((sequence.num_computed, sequence.num_tokens))
+            return needed
 
-    @property
-    def num_to_compute(self) -> int:
-        """Return how many tokens of prompts are here and not computed."""
+    def to_compute(self) -> list[tuple[int, int]]:
+        """Return the tokens of prompts that are here and not computed, from the first of two numbers to the second."""
         with self._blocks.lock:
-            return sum(sequence.num_remaining for sequence in self._prompts())
+            return [(sequence.num_computed, sequence.num_tokens) for sequence in self._prompts()]
 
-    def _prompts(self) -> Iterator[EngineSequence]:
+    def _prompts(self) -> list[EngineSequence]:
         active = (group for group in self._table if group.phase is Phase.ACTIVE)
-        return (sequence for group in active for sequence in group.sequences if sequence.is_exact and not sequence.is_going_on)
+        prompts = (sequence for group in active for sequence in group.sequences if not sequence.is_going_on)
+        return sorted(prompts, key=lambda each: each.turn)[:MOST_PROMPTS]
 
     def unpin(self, pin_id: str) -> None:
         """Let go of pinned blocks; idempotent."""
@@ -137,8 +142,8 @@ class BlockSharing:
         with self._blocks.lock:
             return [] if self._blocks.published is None else self._blocks.published.take(most)
 
-    def take_used(self) -> list[BlockName]:
-        """Return blocks that prompts have found in the prefix cache since the last call."""
+    def take_used(self) -> list[tuple[bytes, ...]]:
+        """Return the hashes of the blocks that were found here since the last call, by prompts and other workers."""
         with self._blocks.lock:
             return [] if self._blocks.published is None else self._blocks.published.take_used()
 

@@ -63,13 +63,13 @@ class KVSharing(Protocol):
         """Keep the longest beginning of these blocks that is here and exact (neither rounded nor computed from rounded KV), until
         `unpin`; return their ids. Raises InvalidRequest."""
 
-    async def coming(self, first: int, hashes: Sequence[bytes]) -> tuple[int, int]:
-        """Return how many of some blocks, which follow each other in a prompt from its block `first` on, are here or will be when
-        the prompts under way are computed, and how many tokens of prompts are computed until then: 0, no more blocks come."""
+    async def coming(self, first: int, hashes: Sequence[bytes]) -> list[tuple[int, int]]:
+        """Return what will be computed until the most of some blocks are here that prompts under way bring: each prompt's tokens,
+        from the first of two numbers to the second, in the order of turns. The blocks follow each other in a prompt from block
+        `first` on. Empty: no more come."""
 
-    @property
-    def num_to_compute(self) -> int:
-        """Return how many tokens of prompts the engine has and has not computed."""
+    async def to_compute(self) -> list[tuple[int, int]]:
+        """Return the tokens of prompts that the engine has and has not computed, from the first of two numbers to the second."""
 
     async def unpin(self, pin_id: str) -> None:
         """Let go of pinned blocks; idempotent."""
@@ -94,8 +94,8 @@ class KVSharing(Protocol):
         """Return blocks that were published since the last call, the oldest first, with the seconds for which a session wants
         them."""
 
-    async def take_used(self) -> list[BlockName]:
-        """Return blocks that prompts have found in the prefix cache since the last call."""
+    async def take_used(self) -> list[tuple[bytes, ...]]:
+        """Return the hashes of the blocks that were found here since the last call, by prompts and other workers."""
 
     async def take_withdrawn(self) -> list[BlockName]:
         """Return blocks that were published and turned out to be useless since the last call."""

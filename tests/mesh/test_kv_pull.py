@@ -19,9 +19,10 @@ from pdmesh.runtime import failpoints
 from pdmesh.sampling_params import SamplingParams
 from pdmesh.v1 import common_pb2, mesh_pb2, prefill_pb2, worker_pb2
 from pdmesh.worker.engines.builtin import BuiltinSharing
-from prefill_service import kv_pull
+from prefill_service import kv_pull, kv_send
 from router.config import RouterConfig
 from router.telemetry.timings import RequestTimings
+from router.tokenization.prepared_request import scoped_salt
 from tests.mesh import oracle
 from tests.router.mesh import Answer, Mesh, running_router
 from tests.support.waiting import eventually
@@ -273,6 +274,46 @@ async def test_a_prompt_that_the_holder_is_computing_is_computed_once(
     assert num_failed == 0 and pair.num_prefilled - before == 641 - num_pulled
     assert num_pulled == size if ends == "whole" else 0 < num_pulled < size
     assert answer.tokens() == await pair.right([*prompt, 7])
+
+
+async def test_a_holder_that_says_for_ever_that_it_computes_is_given_up(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its engine hangs, or it lies."""
+    await pair.answer(oracle.prompt_of(20, 300), LOCAL)
+    prompt = oracle.prompt_of(13, 150)
+    first = (await pair.answer(prompt, LOCAL)).tokens()
+    monkeypatch.setattr(kv_send, "LONGEST_CALL_S", 0.01)
+
+    async def coming(self: BuiltinSharing, first: int, hashes: Sequence[bytes]) -> list[tuple[int, int]]:
+        return [(0, 64)]
+
+    monkeypatch.setattr(BuiltinSharing, "coming", coming)
+    longer = [*prompt, *first]
+    answer = await pair.answer(longer)
+    assert pair.counts == (0, 1)
+    assert answer.tokens() == await pair.right(longer)
+
+
+async def test_more_may_wait_for_blocks_than_are_sent_at_once(pair: Pair, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_send, "MOST_SENDS", 1)
+    prompt = oracle.prompt_of(14, 150)
+    first = (await pair.answer(prompt, LOCAL)).tokens()
+    longer = [*prompt, *first]
+    holder = prefill_pb2.KVHolder(address=pair.decode.info.address, epoch=pair.decode.info.epoch, num_tokens=9 * BLOCK)
+    async with AsyncExitStack() as stack:
+        peers = [
+            await stack.enter_async_context(running_worker(model, roles=("prefill",), worker_id=name, kv_pull="always"))
+            for name in ("a", "b", "c")
+        ]
+        with armed("pull.send=delay:100"):
+            came = await asyncio.gather(*(_pulled(peer, longer, holder) for peer in peers))
+    assert came == [9 * BLOCK] * 3
+
+
+async def _pulled(peer: Peer, tokens: Sequence[int], holder: prefill_pb2.KVHolder) -> int | None:
+    assert peer.worker.puller is not None
+    root = peer.worker._served_model.translate.cache_root("", scoped_salt("", ""))
+    request = EngineRequest("r", tuple(tokens), SamplingParams(max_tokens=1), cache_root=root)
+    return await peer.worker.puller.pull(request, holder)
 
 
 @pytest.mark.parametrize("action", ["error@1", "delay:4000@1"])

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import islice, takewhile
 from operator import eq
 
 from pdmesh.engine.errors import InvalidRequest
@@ -38,6 +38,7 @@ class BlockManager:
         self.pool = pool
         self.lock = threading.RLock()
         self.num_prefix_hit_tokens = 0
+        self.num_hashed = 0  # blocks
         self.pinned: dict[str, tuple[int, ...]] = {}  # blocks that other workers and tiers read, by the reading
         self.published: PublishedBlocks | None = None  # logs what is published, if it is set
         self._block_size = block_size
@@ -67,21 +68,24 @@ class BlockManager:
         self.pool.unclaim(sequence.group.request.request_id)  # it holds them now
         return True
 
-    def next_hash(self, sequence: Sequence) -> bytes:
-        """Return the hash of the first full block of a prompt that is not in the prefix cache; b"": there is none that it could
-        find there."""
+    def next_block(self, sequence: Sequence) -> int | None:
+        """Return the index of the full block that a prompt computes next, and then publishes; None: there is none, or it is there
+        already."""
         num_blocks = self._num_to_find(sequence)
         if sequence.block_ids:
             index = sequence.num_computed // self._block_size
         else:
             index = len(self.pool.find(self._hashes(sequence, num_blocks)))
-        return self._hashes(sequence, index + 1)[index] if index < num_blocks else b""
+        return index if index < num_blocks and not self.pool.find([self._hash(sequence, index)]) else None
 
-    def num_shared_tokens(self, sequence: Sequence, other: Sequence) -> int:
-        """Return how many tokens, in whole blocks, are the beginning of both prompts."""
-        num_blocks = min(self._num_to_find(sequence), self._num_to_find(other))
-        ours, theirs = self._hashes(sequence, num_blocks), self._hashes(other, num_blocks)
-        return sum(self._block_size for _ in takewhile(bool, map(eq, ours, theirs)))
+    def have_in_common(self, sequence: Sequence, other: Sequence, index: int) -> bool:
+        """Return whether two prompts have their first blocks in common, up to block `index`."""
+        if index >= min(self._num_to_find(sequence), self._num_to_find(other)):
+            return False
+        return all(self._hash(sequence, each) == self._hash(other, each) for each in (0, index))  # 0: most differ there already
+
+    def _hash(self, sequence: Sequence, index: int) -> bytes:
+        return sequence.block_hashes[index] if index < len(sequence.block_hashes) else self._hashes(sequence, index + 1)[index]
 
     def adopt(self, sequence: Sequence) -> None:
         """Let a sequence share blocks that others have published since it got its own, instead of computing its own."""
@@ -99,8 +103,10 @@ class BlockManager:
         sequence.num_cached += num_tokens
         sequence.num_published = end
         self.num_prefix_hit_tokens += num_tokens
+        was_exact = sequence.is_exact
         self._note_exactness(sequence)
-        self._note_used(sequence)
+        sequence.is_exact = sequence.is_exact and was_exact
+        self._note_used(sequence, first)
 
     def _note_exactness(self, sequence: Sequence) -> None:
         """Record how much of its cached prefix is rounded."""
@@ -159,10 +165,10 @@ class BlockManager:
             keep_s = 0.0 if retention is None or retention.final else retention.seconds
             self.published.note(names_of(sequence.group.request.block_root, sequence.block_hashes[:end], first), keep_s)
 
-    def _note_used(self, sequence: Sequence) -> None:
-        """Log the blocks that a sequence has found, for tiers."""
-        if self.published is not None and sequence.num_published:
-            self.published.note_used(sequence.group.request.block_root, sequence.block_hashes[: sequence.num_published])
+    def _note_used(self, sequence: Sequence, first: int = 0) -> None:
+        """Log the blocks that a sequence has found, from block `first` on, for tiers."""
+        if self.published is not None and sequence.num_published > first:
+            self.published.note_used(sequence.block_hashes[first : sequence.num_published])
 
     def _note_stored(self, events: BlockEventLog, sequence: Sequence, index: int) -> None:
         start, hashes = index * self._block_size, sequence.block_hashes
@@ -181,7 +187,10 @@ class BlockManager:
 
     def num_equal(self, sequence: Sequence, first: int, hashes: Tokens[bytes]) -> int:
         """Return how many of some blocks that follow each other are those of a sequence from its block `first` on."""
-        ours = self.hashes(sequence)[first : first + len(hashes)]
+        if len(sequence.block_hashes) <= first or sequence.block_hashes[first] != hashes[0]:  # one not looked at yet has none
+            return 0
+        num_blocks = min(first + len(hashes), sequence.num_tokens // self._block_size)
+        ours = islice(self._hashes(sequence, num_blocks), first, None)
         return sum(1 for _ in takewhile(bool, map(eq, ours, hashes)))
 
     def pin(self, pin_id: str, hashes: Iterable[bytes]) -> tuple[int, ...]:
@@ -249,6 +258,7 @@ class BlockManager:
 
     def _hashes(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
         hashes = sequence.block_hashes
+        self.num_hashed += max(0, num_blocks - len(hashes))
         while len(hashes) < num_blocks:
             start = len(hashes) * self._block_size
             parent = hashes[-1] if hashes else sequence.group.request.block_root

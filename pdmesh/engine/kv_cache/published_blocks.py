@@ -27,7 +27,7 @@ def names_of(root: bytes, hashes: Sequence[bytes], first: int = 0) -> list[Block
     return [BlockName(root, hashes[index - 1] if index else root, hashes[index]) for index in range(first, len(hashes))]
 
 
-MOST_USED = 1024
+MOST_USED = 256
 """Prompts whose cached beginnings are logged until they are taken."""
 
 
@@ -38,7 +38,7 @@ class PublishedBlocks:
         self._max_blocks = max_blocks
         self._keep_s: OrderedDict[BlockName, float] = OrderedDict()
         self._withdrawn: list[BlockName] = []
-        self._used: deque[tuple[bytes, tuple[bytes, ...]]] = deque(maxlen=MOST_USED)
+        self._used: deque[tuple[bytes, ...]] = deque(maxlen=MOST_USED)
         self.num_dropped = 0
 
     @property
@@ -60,14 +60,14 @@ class PublishedBlocks:
             self._keep_s.pop(name, None)
             self._withdrawn.append(name)
 
-    def note_used(self, root: bytes, hashes: Sequence[bytes]) -> None:
-        """Record that a prompt found these blocks, the beginning of a chain."""
-        self._used.append((root, tuple(hashes)))
+    def note_used(self, hashes: Sequence[bytes]) -> None:
+        """Record that a prompt, or another worker, found these blocks."""
+        self._used.append(tuple(hashes))
 
-    def take_used(self) -> list[BlockName]:
-        """Return the blocks that prompts have found since the last call."""
+    def take_used(self) -> list[tuple[bytes, ...]]:
+        """Return the hashes of what was found since the last call, by the finding."""
         used, self._used = self._used, deque(maxlen=MOST_USED)
-        return [name for root, hashes in used for name in names_of(root, hashes)]
+        return list(used)
 
     def take_withdrawn(self) -> list[BlockName]:
         """Return what was withdrawn since the last call."""

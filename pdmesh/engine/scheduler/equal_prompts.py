@@ -21,13 +21,17 @@ MIN_SHARED_TOKENS = 64
 """Prompts that have less in common, what is cached included, do not wait for each other."""
 
 
+MOST_HASHED = 4096
+"""Blocks that are hashed in a plan to find followers in the queue: those behind them are looked at in the next one."""
+
+
 class EqualPrompts:
     """Tell leaders from followers while a step is planned. Make one for each plan."""
 
     def __init__(self, blocks: BlockManager) -> None:
         self._blocks = blocks
-        self._leaders: dict[bytes, Sequence] = {}  # by the block that each computes next
-        self._withdrawn: set[Sequence] = set()
+        self._leaders: dict[Sequence, int] = {}  # with the block up to which a follower has to be equal
+        self._num_hashed = blocks.num_hashed
         self.has_followers = False
 
     def leading(self, running: Iterable[Sequence]) -> list[Sequence]:
@@ -43,21 +47,25 @@ class EqualPrompts:
                 leading.append(sequence)
         return leading
 
+    @property
+    def may_look_on(self) -> bool:
+        """Return whether the queue may be looked through further in this plan."""
+        return self._blocks.num_hashed - self._num_hashed < MOST_HASHED
+
     def follows(self, sequence: Sequence) -> bool:
         """Return whether another prompt computes the first block that this one lacks."""
-        leader = self._leaders.get(self._blocks.next_hash(sequence)) if self._leaders else None
-        if leader is None or leader is sequence or leader in self._withdrawn:
-            return False
-        follows = self._blocks.num_shared_tokens(sequence, leader) >= MIN_SHARED_TOKENS
-        self.has_followers |= follows
-        return follows
+        for leader, index in self._leaders.items():
+            if leader is not sequence and self._blocks.have_in_common(sequence, leader, index):
+                self.has_followers = True
+                return True
+        return False
 
     def lead(self, sequence: Sequence) -> None:
         """Note a prompt that computes from now on."""
-        next_hash = self._blocks.next_hash(sequence)
-        if next_hash:
-            self._leaders.setdefault(next_hash, sequence)
+        found = self._blocks.next_block(sequence)
+        if found is not None:
+            self._leaders[sequence] = max(found, self._blocks.num_blocks_for(MIN_SHARED_TOKENS) - 1)
 
     def withdraw(self, sequence: Sequence) -> None:
         """Forget a leader that is preempted: no other waits for it."""
-        self._withdrawn.add(sequence)
+        self._leaders.pop(sequence, None)

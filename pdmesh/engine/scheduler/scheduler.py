@@ -432,6 +432,8 @@ class Scheduler:
         index = 0
         while plan.budget > 0 and index < min(len(self.waiting), MOST_PASSED_OVER):
             sequence = self.waiting[index]
+            if index and not self._equal.may_look_on:
+                return
             if self._equal.follows(sequence):
                 index += 1
             elif plan.chunk(sequence, plan.budget) and self._admit(sequence, plan):

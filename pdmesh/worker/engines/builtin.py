@@ -177,12 +177,11 @@ class BuiltinSharing:
     async def pin(self, pin_id: str, hashes: Sequence[bytes]) -> tuple[int, ...]:
         return self._engine.calls.now(lambda engine: engine.sharing.pin(pin_id, hashes))
 
-    async def coming(self, first: int, hashes: Sequence[bytes]) -> tuple[int, int]:
+    async def coming(self, first: int, hashes: Sequence[bytes]) -> list[tuple[int, int]]:
         return self._engine.calls.now(lambda engine: engine.sharing.coming(first, hashes))
 
-    @property
-    def num_to_compute(self) -> int:
-        return self._engine.calls.now(lambda engine: engine.sharing.num_to_compute)
+    async def to_compute(self) -> list[tuple[int, int]]:
+        return self._engine.calls.now(lambda engine: engine.sharing.to_compute())
 
     async def unpin(self, pin_id: str) -> None:
         self._engine.calls.now(lambda engine: engine.sharing.unpin(pin_id))
@@ -203,7 +202,7 @@ class BuiltinSharing:
     async def take_published(self, most: int) -> list[tuple[BlockName, float]]:
         return self._engine.calls.now(lambda engine: engine.sharing.take_published(most))
 
-    async def take_used(self) -> list[BlockName]:
+    async def take_used(self) -> list[tuple[bytes, ...]]:
         return self._engine.calls.now(lambda engine: engine.sharing.take_used())
 
     async def take_withdrawn(self) -> list[BlockName]:
