@@ -32,6 +32,7 @@ from router.fleet.wanted_adapters import WantedAdapters
 from router.flow_control.capacity import AdmissionSettings, TenantBook
 from router.flow_control.controller import Admission, FlowController
 from router.flow_control.slo_admission import Forecaster
+from router.kv_index.hot_prefixes import RecentPrompts
 from router.kv_index.index import PrefixIndex
 from router.lifecycle.capacity_queue import CapacityQueue
 from router.routing.cost_model import OutputLengths, Overheads
@@ -174,9 +175,10 @@ class ReleaseTurns:
 class SessionReleases:
     """Release the sessions of one router, whose open requests with a session `enter` and `leave`."""
 
-    def __init__(self, fleet: FleetRegistry, memory: SessionMemory, background: Background) -> None:
+    def __init__(self, fleet: FleetRegistry, memory: SessionMemory, recent: RecentPrompts, background: Background) -> None:
         self._fleet = fleet
         self._memory = memory
+        self._recent = recent
         self._background = background
         self._open: dict[tuple[str, str], set[SessionState]] = {}
         self._asked = ReleaseTurns(MAX_WAITING, MAX_WAITING_OF_TENANT)
@@ -227,8 +229,9 @@ class SessionReleases:
             self._waiting.discard((tenant, session_id, model))
 
     def _let_go(self, tenant: str, session_id: str, model: str) -> None:
-        """Forget the session, and have its open requests retain nothing, wherever they are sent from now on."""
+        """Forget the session and its prompts, and have its open requests retain nothing, wherever they are sent from now on."""
         self._memory.forget(tenant, session_id, model)
+        self._recent.forget(tenant, session_id, model)
         for state in self._open.get((tenant, session_id), ()):
             state.is_released = state.is_released or model in ("", state.model)
 
@@ -317,7 +320,7 @@ class RouterContext:
         self.traffic = Traffic(self.models, time.monotonic())
         self.hedging = Hedging(HedgeLimits(share=self.config.hedge_share))
         self.trace_keeper = TraceKeeper(self.background)
-        self.releases = SessionReleases(self.fleet, self.sessions, self.background)
+        self.releases = SessionReleases(self.fleet, self.sessions, self.prefixes.recent, self.background)
 
     @classmethod
     def build(

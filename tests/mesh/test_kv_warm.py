@@ -13,6 +13,7 @@ import grpc.aio
 import pytest
 
 from kvtransfer.tiers.settings import TierConfig
+from pdmesh.runtime import failpoints
 from pdmesh.v1 import worker_pb2
 from prefill_service import kv_warm
 from router.kv_index.hot_prefixes import block_kind
@@ -53,6 +54,25 @@ def asking(cold: Peer, holder: Peer, prompt: list[int], tenant: str = "", salt: 
 
 def num_held(peer: Peer) -> int:
     return peer.engine.stats().num_cached_blocks
+
+
+@asynccontextmanager
+async def held(name: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
+    """The first hit of a failpoint lasts until this ends."""
+    released, really, hits = asyncio.Event(), failpoints.hit_async, list[str]()
+
+    async def hit(which: str) -> None:
+        await really(which)
+        hits.append(which)
+        if which == name and hits.count(name) == 1:
+            await released.wait()
+
+    monkeypatch.setattr(failpoints, "hit_async", hit)
+    try:
+        yield
+    finally:
+        released.set()
+    assert name in hits
 
 
 @asynccontextmanager
@@ -158,33 +178,38 @@ async def test_a_holder_that_is_gone_or_breaks_off_is_left_out(pair: Pair, cold:
     await cold.until_whole()
 
 
-async def test_one_prefix_comes_at_a_time_and_behind_what_requests_wait_for(pair: Pair, cold: Peer, model: Model) -> None:
+async def test_one_prefix_comes_at_a_time_and_behind_what_requests_wait_for(
+    pair: Pair, cold: Peer, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await pair.answer([*SHARED, 7])
     await pair.answer([*ANOTHER, 7])
     async with running_worker(model, roles=("prefill",), worker_id="second") as second:
-        with armed("pull.send=delay:600@1"):
+        async with held("pull.send", monkeypatch):
             first = asyncio.ensure_future(cold.control.WarmPrefix(asking(cold, pair.prefill, SHARED)))
             await eventually(lambda: bool(pair.prefill.engine._allocator.pinned))
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await cold.control.WarmPrefix(asking(cold, pair.prefill, ANOTHER))
             assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             assert (await second.control.WarmPrefix(asking(second, pair.prefill, SHARED))).num_tokens == 0, "the holder is busy"
-            assert (await first).num_tokens == len(SHARED)
+            assert not first.done()
+        assert (await first).num_tokens == len(SHARED)
 
 
-async def test_a_request_does_not_wait_for_what_comes_in_the_background(pair: Pair, cold: Peer) -> None:
+async def test_a_request_does_not_wait_for_what_comes_in_the_background(
+    pair: Pair, cold: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It fetches, or computes, the same itself."""
     await pair.answer([*SHARED, 7])
     async with joining(pair, cold):
         pair.prefill.worker.gate.draining = True
         await eventually(lambda: len(pair.mesh.router.core.fleet.views()) == 2)
-        with armed("pull.send=delay:3000@1"):
+        async with held("pull.send", monkeypatch):
             warming = asyncio.ensure_future(cold.control.WarmPrefix(asking(cold, pair.prefill, SHARED)))
             await eventually(lambda: bool(pair.prefill.engine._allocator.pinned))
             answer = await pair.answer([*SHARED, 8])
             assert answer.timings.prefill_worker == "cold"
             assert not warming.done()
-            assert (await warming).num_cached_tokens == len(SHARED)
+        assert (await warming).num_cached_tokens == len(SHARED)
         pair.prefill.worker.gate.draining = False
         assert answer.tokens() == await pair.right([*SHARED, 8])
 

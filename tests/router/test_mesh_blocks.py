@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from array import array
 from collections.abc import AsyncIterator, Iterator
@@ -126,9 +127,13 @@ def test_what_a_worker_sends_is_checked(stored: worker_pb2.StoredBlocks, field: 
 
 
 class BreakingWorker(StubWorker):
-    """A stub whose streams of KV events break: all but the fifth, which lists its blocks, at once."""
+    """A stub whose streams of KV events break at once, but for the fifth, which lists its blocks, and the seventh."""
 
     num_streams = 0
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.ends = asyncio.Event()
 
     async def WatchBlocks(  # type: ignore[override]  # the stub has none
         self, request: worker_pb2.WatchBlocksRequest, context: Context
@@ -137,6 +142,8 @@ class BreakingWorker(StubWorker):
         if self.num_streams == 5:
             yield worker_pb2.BlockEvents(epoch=self.epoch, is_list=True, is_last=True)
             await self.resume.wait()
+        if self.num_streams == 7:
+            await self.ends.wait()
         await context.abort(grpc.StatusCode.UNAVAILABLE, "broken")
 
 
@@ -153,6 +160,7 @@ async def test_a_stream_that_has_listed_its_blocks_is_asked_for_again_at_once(mo
             (followed,) = blocks._followed.values()
             assert (worker.num_streams, followed.gap.seconds) == (5, 0.001)
             worker.resume.set()
-            await eventually(lambda: worker.num_streams >= 7)
-            assert followed.gap.seconds < 0.016  # what the fifth break alone would have led to
+            await eventually(lambda: worker.num_streams == 7)
+            assert followed.gap.seconds == 0.004  # without the reset, the fifth break alone would have led to 0.016
+            worker.ends.set()
     await worker.kill()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pdmesh.runtime.errors import InvalidArgument, MeshError, ResourceExhausted, Unavailable, Unimplemented
-from pdmesh.v1 import worker_pb2
+from pdmesh.v1 import mesh_pb2, worker_pb2
 from router.kv_index import warming
 from router.kv_index.hot_prefixes import block_kind
 from tests.router import stub_model
@@ -21,6 +21,7 @@ from tests.support.waiting import eventually
 
 SIZE = stub_model.BLOCK_SIZE
 FIRST, SECOND = list(range(64, 64 + 3 * SIZE)), list(range(100, 100 + 2 * SIZE))
+THIRD = list(range(130, 130 + 2 * SIZE))
 Answers = Callable[[worker_pb2.WarmPrefixRequest], worker_pb2.WarmPrefixResponse]
 
 
@@ -177,3 +178,21 @@ async def test_one_is_told_once_and_its_next_process_again(mesh: Mesh) -> None:
     again = ColdWorker("d2", (DECODE,), port=cold.port, epoch=cold.epoch + 1)
     async with joining(mesh, again):
         assert again.prefixes == [FIRST, SECOND]
+
+
+def of_session(session_id: str, number: int, **options: object) -> mesh_pb2.GenerateRequest:
+    message = request([*THIRD, number, 7])
+    message.options.MergeFrom(mesh_pb2.RequestOptions(session_id=session_id, **options))  # type: ignore[arg-type]
+    return message
+
+
+async def test_the_prompts_of_a_session_are_forgotten_when_it_ends(mesh: Mesh) -> None:
+    recent = mesh.router.core.prefixes.recent
+    num_before = len(recent)
+    await mesh.generate(of_session("s", 1))
+    await mesh.generate(of_session("another", 2))
+    assert len(recent) == num_before + 2
+    await mesh.stub.ReleaseSession(mesh_pb2.ReleaseSessionRequest(session_id="another"))
+    assert len(recent) == num_before + 1
+    await mesh.generate(of_session("s", 3, session_final=True))
+    await eventually(lambda: len(recent) == num_before)
