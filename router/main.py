@@ -107,6 +107,7 @@ class Router:
         port = await self.server.start()
         self.core.fleet.start((*self.config.workers, *self.engines.addresses))
         self.follower.start()
+        self.warming.start()
         if self.registry is not None:
             self.registry.start(self.core.fleet.on_registry)
         self.mover.start()

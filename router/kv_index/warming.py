@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import grpc
@@ -30,8 +30,16 @@ CALL_S = 30.0
 RETRY_S = 0.25
 MAX_TRIES = 3
 """How often a holder is asked from which nothing came: it, or the worker, may have been busy."""
+YOUNG_S = 300.0
+"""How long a worker that was listed is warmed as soon as there is something to fetch."""
+LOOK_S = 5.0
+"""How often that is looked up."""
+FIRST_GAP_S, MAX_CALLS_FAILED = 2.0, 4
+"""After a call to the worker that failed it is asked again, after a gap that doubles; so many failures are the end."""
+EXPIRE_S = 60.0
 MAX_AT_ONCE = 4
 """Workers that one router warms at a time."""
+_FAILED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 _NOT_THIS_ONE = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 logger = logging.getLogger(__name__)
@@ -39,12 +47,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class _Warming:
-    """One process of a worker, while it is warmed. `num_tokens` came."""
+    """One process of a worker, while it is warmed: `was_asked` for something, `num_tokens` came, `num_failed` calls did not reach
+    it."""
 
     worker: Worker
     info: worker_pb2.WorkerInfo
     ends: float
+    spent_s: float = 0.0
     num_tokens: int = 0
+    was_asked: bool = False
+    has_failed: bool = False
+    num_failed: int = 0
     tries: Counter[WorkerKey] = field(default_factory=Counter)  # of holders from which nothing came, in a row
 
     @property
@@ -63,37 +76,74 @@ class FleetWarming:
         self._seen: set[WorkerKey] = set()
         self._at_once = asyncio.Semaphore(MAX_AT_ONCE)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._expiring: asyncio.Task[None] | None = None
+        self._hot: dict[tuple[Hashable, int], tuple[float, list[HotPrefix]]] = {}
+
+    def start(self) -> None:
+        """Begin to forget prompts that are too old, also where no more come."""
+        self._expiring = asyncio.create_task(self._expire_forever(), name="expire recent prompts")
 
     async def stop(self) -> None:
         """Stop; what workers fetch meanwhile they end themselves."""
-        for task in self._tasks:
+        tasks = [*self._tasks, *([] if self._expiring is None else [self._expiring])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _expire_forever(self) -> None:
+        while True:
+            await asyncio.sleep(EXPIRE_S)
+            self._index.recent.expire(self._clock())
+            self._hot.clear()
 
     def listed(self, worker: Worker, info: worker_pb2.WorkerInfo) -> None:
-        """Begin with a worker whose blocks the index knows now, once. One that came before any prompt has nothing to fetch."""
+        """Begin with a worker whose blocks the index knows now, once. Where there is no prompt yet, it is warmed when there is,
+        unless it has blocks: then it is no new one, but the router is."""
         key = (info.address, info.epoch)
         if key in self._seen:
             return
         self._seen = {key, *(other for other in self._seen if not self._fleet.is_gone(other))}
-        if info.warm_blocks and len(self._index.recent):
+        if info.warm_blocks and (len(self._index.recent) or not self._index.told.blocks_of(key)):
             self._tasks.add(task := asyncio.create_task(self._warm(worker, info), name=f"warm {info.address}"))
             task.add_done_callback(self._tasks.discard)
 
     async def _warm(self, worker: Worker, info: worker_pb2.WorkerInfo) -> None:
-        async with self._at_once:
-            now = self._clock()
-            kind = block_kind(info)
-            prefixes = [] if kind is None else self._index.recent.hottest(kind, min(info.warm_blocks, info.num_blocks), now)
-            warming = _Warming(worker, info, now + MAX_S)
-            try:
-                for prefix in prefixes:
-                    if not await self._fetch(warming, prefix):
-                        break
-            except Exception:  # a bug here costs a cold worker, and must not cost more
-                logger.exception("warming %s failed", worker.address)
+        """Warm a worker once there is something to fetch, in its first minutes; again after calls that failed."""
+        warming, young_until = _Warming(worker, info, 0.0), self._clock() + YOUNG_S
+        try:
+            while True:
+                await self._try(warming)
+                if warming.was_asked and not (warming.has_failed and warming.num_failed < MAX_CALLS_FAILED):
+                    break
+                if self._clock() >= young_until or self._fleet.is_gone((info.address, info.epoch)):
+                    break
+                await asyncio.sleep(FIRST_GAP_S * 2 ** (warming.num_failed - 1) if warming.has_failed else LOOK_S)
+        except Exception:  # a bug here costs a cold worker, and must not cost more
+            logger.exception("warming %s failed", worker.address)
         if warming.num_tokens:
             logger.info("%s has fetched %d tokens of the most used prefixes", info.worker_id, warming.num_tokens)
+
+    async def _try(self, warming: _Warming) -> None:
+        """Have a worker fetch the hottest prefixes, until it takes no more, or a call fails."""
+        async with self._at_once:
+            began = self._clock()
+            warming.ends, warming.has_failed = began + MAX_S - warming.spent_s, False
+            warming.tries.clear()
+            for prefix in self._hottest(warming.info, began):
+                if not await self._fetch(warming, prefix):
+                    break
+            warming.spent_s += self._clock() - began
+
+    def _hottest(self, info: worker_pb2.WorkerInfo, now: float) -> list[HotPrefix]:
+        """Return what to fetch. Many workers may wait for something at a time, so it is computed once for all of a kind."""
+        kind, max_blocks = block_kind(info), min(info.warm_blocks, info.num_blocks)
+        if kind is None:
+            return []
+        at, prefixes = self._hot.get((kind, max_blocks), (float("-inf"), []))
+        if now - at >= LOOK_S / 2:
+            prefixes = self._index.recent.hottest(kind, max_blocks, now)
+            self._hot[kind, max_blocks] = (now, prefixes)
+        return prefixes
 
     async def _fetch(self, warming: _Warming, prefix: HotPrefix) -> bool:
         """Have a worker fetch a prefix, from one holder after another; return whether it takes more."""
@@ -107,6 +157,9 @@ class FleetWarming:
                 epoch=warming.info.epoch, request=request, holder_address=holder[0], holder_epoch=holder[1]
             )
             code, told = await _ask(warming.worker, message)
+            warming.was_asked = True
+            if code in _FAILED:
+                warming.has_failed, warming.num_failed = True, warming.num_failed + 1
             if code is not grpc.StatusCode.OK and code is not grpc.StatusCode.RESOURCE_EXHAUSTED:
                 return code in _NOT_THIS_ONE
             num_here = max(num_here, told.num_cached_tokens // size)

@@ -12,7 +12,7 @@ import pytest
 
 from pdmesh.runtime.errors import InvalidArgument, MeshError, ResourceExhausted, Unavailable, Unimplemented
 from pdmesh.v1 import mesh_pb2, worker_pb2
-from router.kv_index import warming
+from router.kv_index import hot_prefixes, warming
 from router.kv_index.hot_prefixes import block_kind
 from tests.router import stub_model
 from tests.router.mesh import Mesh, mesh_of, request, write_model
@@ -59,7 +59,8 @@ class ColdWorker(StubWorker):
 
 @pytest.fixture(autouse=True)
 def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warming, "RETRY_S", 0.01)
+    for name in ("RETRY_S", "LOOK_S", "FIRST_GAP_S"):
+        monkeypatch.setattr(warming, name, 0.01)
 
 
 @pytest.fixture
@@ -141,7 +142,7 @@ async def test_a_part_that_came_is_not_the_end(mesh: Mesh) -> None:
         (ResourceExhausted("another router warms it"), [FIRST, FIRST, SECOND]),
         (InvalidArgument("request", "no"), [FIRST, SECOND]),
         (Unimplemented("no"), [FIRST]),
-        (Unavailable("it stops"), [FIRST]),
+        (Unavailable("for a moment"), [FIRST, FIRST, SECOND]),
     ],
 )
 async def test_a_refusal_says_whether_to_ask_again(mesh: Mesh, error: MeshError, prefixes: list[list[int]]) -> None:
@@ -150,7 +151,37 @@ async def test_a_refusal_says_whether_to_ask_again(mesh: Mesh, error: MeshError,
         assert cold.prefixes == prefixes
 
 
-async def test_a_holder_that_is_lost_is_not_named(mesh: Mesh) -> None:
+async def test_one_whose_calls_fail_is_asked_a_few_times(mesh: Mesh) -> None:
+    cold = ColdWorker("d2", (DECODE,), answers=[Unavailable("it stops")])
+    async with joining(mesh, cold):
+        assert cold.prefixes == [FIRST] * warming.MAX_CALLS_FAILED
+
+
+async def test_a_worker_that_came_before_the_first_prompt_is_warmed_when_there_are_some(tmp_path: Path) -> None:
+    cold = ColdWorker("d1", (DECODE,), max_num_seqs=1)
+    async with mesh_of(write_model(tmp_path), [StubWorker("d0", (DECODE, PREFILL)), cold]) as mesh:
+        await eventually(lambda: (cold.address, cold.epoch) in mesh.router.warming._seen)
+        cold.draining = True
+        await eventually(lambda: len(mesh.router.core.fleet.views()) == 1)
+        await mesh.generate(request([*FIRST, 1, 7]))
+        assert mesh.router.warming._tasks and not cold.asked
+        await mesh.generate(request([*FIRST, 2, 7]))
+        await eventually(lambda: cold.prefixes == [FIRST])
+        await eventually(lambda: not mesh.router.warming._tasks)
+
+
+async def test_prompts_expire_also_where_no_more_come(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warming, "EXPIRE_S", 0.01)
+    monkeypatch.setattr(hot_prefixes, "KEPT_S", 0.0)
+    expiring = warming.FleetWarming(mesh.router.core.fleet, mesh.router.core.prefixes)
+    assert len(mesh.router.core.prefixes.recent)
+    expiring.start()
+    await eventually(lambda: not len(mesh.router.core.prefixes.recent))
+    await expiring.stop()
+
+
+async def test_a_holder_that_is_lost_is_not_named(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warming, "YOUNG_S", 0.0)
     await mesh["d0"].kill()
     await eventually(lambda: not mesh.router.core.fleet.views())
     cold = ColdWorker("d2", (DECODE,))
@@ -158,7 +189,9 @@ async def test_a_holder_that_is_lost_is_not_named(mesh: Mesh) -> None:
         assert not cold.asked
 
 
-async def test_a_worker_of_another_layout_is_told_nothing(mesh: Mesh) -> None:
+async def test_a_worker_of_another_layout_is_told_nothing(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warming, "YOUNG_S", 0.0)
+
     class Other(ColdWorker):
         def info(self) -> worker_pb2.WorkerInfo:
             info = super().info()
