@@ -57,9 +57,10 @@ def test_a_hit_makes_a_block_recent() -> None:
     assert pool.allocate(1) == [1]
 
 
-def pool_of(*chains: tuple[bytes, ...]) -> BlockPool:
-    """A pool that is full of cached blocks, all free, the first chain's the oldest."""
-    pool = BlockPool(sum(map(len, chains)))
+def pool_of(*chains: tuple[bytes, ...], num_used: int = 0) -> BlockPool:
+    """A pool that is full of cached blocks, all free, the first chain's the oldest, behind `num_used` blocks in use."""
+    pool = BlockPool(num_used + sum(map(len, chains)))
+    pool.allocate(num_used)
     for chain in chains:
         block_ids = pool.allocate(len(chain)) or []
         for block_id, block_hash in zip(block_ids, chain, strict=True):
@@ -69,26 +70,26 @@ def pool_of(*chains: tuple[bytes, ...]) -> BlockPool:
 
 
 def test_claimed_blocks_go_after_all_others_and_are_as_free() -> None:
-    pool = pool_of((A, B), (C, D))
+    pool = pool_of((A, B), (C, D), num_used=4)
     pool.claim("r", [A, B])
     assert pool.num_free == 4
     held = pool.allocate(2)
-    assert pool.find([A, B]) == [0, 1] and not pool.find([C])
-    pool.check({2: 1, 3: 1})
-    assert pool.allocate(1) == [1], "nothing else is free: the claim is given up"
-    assert "r" not in pool.claims and pool.find([A, B]) == [0]
-    assert held == [3, 2]
+    assert pool.find([A, B]) == [4, 5] and not pool.find([C])
+    pool.check(dict.fromkeys((0, 1, 2, 3, 6, 7), 1))
+    assert pool.allocate(1) == [5], "nothing else is free: the claim is given up"
+    assert "r" not in pool.claims and pool.find([A, B]) == [4]
+    assert held == [7, 6]
 
 
 def test_the_oldest_claim_is_given_up_first_and_as_a_whole() -> None:
-    pool = pool_of((A, B), (C, D))
+    pool = pool_of((A, B), (C, D), num_used=16)
     pool.claim("first", [C, D])
     pool.claim("second", [A, B])
     pool.claim("none of it is here", [b"e"])
-    assert pool.allocate(1) == [3]
+    assert pool.allocate(1) == [19]
     assert ("first" in pool.claims, "second" in pool.claims) == (False, True)
-    pool.check({3: 1})
-    assert pool.allocate(1) == [2]
+    pool.check({**dict.fromkeys(range(16), 1), 19: 1})
+    assert pool.allocate(1) == [18]
     assert "second" in pool.claims
 
 
@@ -113,8 +114,9 @@ def test_a_claim_holds_for_what_comes_later_and_ends() -> None:
     assert pool.allocate(1) == [0] and not pool.claims.hashes
 
 
-def test_claims_have_no_more_hashes_than_the_pool_has_blocks() -> None:
-    pool = pool_of((A, B))
+def test_claims_together_have_no_more_hashes_than_a_quarter_of_the_pool() -> None:
+    """They rank above what other tenants retain."""
+    pool = BlockPool(11)
     pool.claim("long", [A, B, C, D])
     assert set(pool.claims.hashes) == {A, B}
     pool.claim("next", [C])

@@ -90,6 +90,10 @@ def _by_end(changes: Mapping[bytes, bool]) -> tuple[tuple[bytes, ...], tuple[byt
     return stored, tuple(block for block, is_stored in changes.items() if not is_stored)
 
 
+CLAIMED_SHARE = 4
+"""One of so many blocks of a pool may be claimed."""
+
+
 def num_blocks_for(num_tokens: int, block_size: int) -> int:
     """Return the blocks that so many tokens fill, the last one perhaps in part."""
     return -(-num_tokens // block_size)
@@ -220,12 +224,14 @@ class BlockPool:
             self._forget(block_id)
 
     def claim(self, request_id: str, hashes: Sequence[bytes]) -> None:
-        """Evict the blocks of this hash chain after all others, those that come later too, until `unclaim`; those past the size
-        of the pool are left out. The oldest claims go when together they have more hashes than the pool has blocks."""
-        hashes = hashes[: self.num_total]
+        """Evict the blocks of this hash chain after all others, those that come later too, until `unclaim`. All claims together
+        have at most a quarter as many hashes as the pool has blocks, as they rank above what others retain: what is past that is
+        left out of a chain, and the oldest claims go."""
+        most = max(1, self.num_total // CLAIMED_SHARE)
+        hashes = hashes[:most]
         self.unclaim(request_id)
         self.claims.add(request_id, hashes)
-        while len(self.claims.hashes) > self.num_total:
+        while len(self.claims.hashes) > most:
             self._put_back(self.claims.drop_oldest())
         for block_hash in hashes:
             block_id = self._block_of.get(block_hash)
