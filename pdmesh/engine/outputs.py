@@ -164,6 +164,17 @@ class StartClock:
             self._num_rounded_tokens = num_rounded_tokens
         self._is_exact = self._is_exact and is_exact
 
+    def adopted(self, end: int, *, num_tokens: int, num_rounded_tokens: int) -> None:
+        """Record that cached tokens up to `end`, the last `num_tokens` before it, took the place of some that the request would
+        have computed. What it takes before its first step, `found` and `took_part` count."""
+        if self._num_steps == 0:
+            return
+        # After a preemption it may find what it has computed or found before, which does not count twice.
+        num_new = min(num_tokens, end - self._num_cached_tokens - self._num_computed_tokens)
+        if num_new > 0:
+            self._num_cached_tokens += num_new
+            self._num_rounded_tokens += min(num_rounded_tokens, num_new)
+
     def took_part(self, started_ns: int, ended_ns: int, *, num_tokens: int, num_cached_tokens: int) -> None:
         """Record that the request computed `num_tokens` tokens in this step, with `num_cached_tokens` cached when it got its
         blocks."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from pdmesh.engine.engine import Engine
+from pdmesh.engine.outputs import StartClock
 from pdmesh.engine.request import EngineRequest
 from pdmesh.sampling_params import SamplingParams
 from tests.support.engine_requests import PROMPT, request
@@ -58,6 +59,34 @@ def test_requests_are_told_and_what_they_compute_is_derived() -> None:
     assert timing_of(engine, replace(wanted, request_id="again")) == (16, 8, False)
     assert engine.sharing.pin("other worker", hashes_of(engine, wanted)) == ()
     engine.check_integrity()
+
+
+@pytest.mark.parametrize("is_rounded", [True, False])
+def test_requests_are_told_what_they_find_behind_their_first_step(is_rounded: bool) -> None:
+    """A tier, or another worker, brings it meanwhile."""
+    engine, wanted = make_engine(num_blocks=60, max_context=100, max_num_batched_tokens=16), long_request(num_tokens=60)
+    assert engine.add(wanted)
+    engine.step()
+    restore(engine, wanted, 14, is_rounded=is_rounded)
+    while (result := engine.step()) is not None:
+        for started in result.started:
+            timing = started.timing
+    assert timing is not None
+    assert timing.num_cached_tokens > 30 and timing.num_cached_tokens + timing.num_computed_tokens == 60
+    assert timing.num_rounded_tokens == (timing.num_cached_tokens if is_rounded else 0)
+    assert timing.is_exact is not is_rounded
+    engine.check_integrity()
+
+
+def test_what_a_preempted_request_finds_again_counts_once() -> None:
+    clock = StartClock(0, remote=False)
+    clock.took_part(0, 1, num_tokens=16, num_cached_tokens=8)
+    clock.adopted(20, num_tokens=12, num_rounded_tokens=12)
+    clock.adopted(32, num_tokens=16, num_rounded_tokens=16)
+    clock.took_part(1, 2, num_tokens=4, num_cached_tokens=24)
+    started = clock.try_stop("r", drew_token=True)
+    assert started is not None and started.timing is not None
+    assert (started.timing.num_cached_tokens, started.timing.num_rounded_tokens) == (16, 8)
 
 
 def test_an_exact_beginning_stays_so() -> None:

@@ -88,7 +88,12 @@ class BlockManager:
         return sequence.block_hashes[index] if index < len(sequence.block_hashes) else self._hashes(sequence, index + 1)[index]
 
     def adopt(self, sequence: Sequence) -> None:
-        """Let a sequence share blocks that others have published since it got its own, instead of computing its own."""
+        """Let a sequence share blocks that others have published since it got its own, instead of computing its own. What its
+        request claimed has served its purpose then."""
+        self._adopt(sequence)
+        self.pool.unclaim(sequence.group.request.request_id)
+
+    def _adopt(self, sequence: Sequence) -> None:
         first, rest = divmod(sequence.num_computed, self._block_size)
         num_blocks = min(self._num_to_find(sequence), len(sequence.block_ids))
         if rest or first >= num_blocks or not self.pool.find(self._hashes(sequence, first + 1)[first:]):
@@ -103,6 +108,9 @@ class BlockManager:
         sequence.num_cached += num_tokens
         sequence.num_published = end
         self.num_prefix_hit_tokens += num_tokens
+        if sequence.group.clock is not None:
+            num_rounded = sum(map(self.pool.is_rounded, sequence.block_hashes[first:end])) * self._block_size
+            sequence.group.clock.adopted(sequence.num_computed, num_tokens=num_tokens, num_rounded_tokens=num_rounded)
         was_exact = sequence.is_exact
         self._note_exactness(sequence)
         sequence.is_exact = sequence.is_exact and was_exact
