@@ -321,6 +321,8 @@ class Reservations:
     async def _restated(self, record: DecodeRequest) -> ReservedBlocks | None:
         if record.submission.mode is not Mode.LOCAL:
             return await self._engine.restate(record.engine_id, record.named_request)
+        if self._sources is not None:  # the request has its blocks: the engine adopts what came when it plans the first step
+            record.brought = await self._brought(record, self._sources)
         record.engine_entered_ns = await self._engine.run_local(record.engine_id, record.named_request)
         return record.blocks
 

@@ -225,6 +225,28 @@ async def test_a_decode_worker_that_computes_a_prompt_itself_fetches_it_too(pair
     assert answer.tokens() == await pair.right([*prompt, 8])
 
 
+async def test_a_decode_worker_fetches_what_a_prefill_worker_failed_to_push(pair: Pair, model: Model) -> None:
+    """The next attempt on the same reservation is LOCAL, and another worker has the prompt."""
+    prompt = oracle.prompt_of(4, 150)
+    async with running_worker(model, roles=("decode",), worker_id="peer", kv_pull="always") as peer:
+        fleet = pair.mesh.router.core.fleet
+        fleet._add(peer.info.address, static=True)
+        await eventually(lambda: len(fleet.views()) == 3)
+        pair.decode.worker.gate.draining = True
+        await eventually(lambda: len(fleet.views()) == 2)
+        await pair.answer([*prompt, 9], LOCAL)
+        pair.decode.worker.gate.draining, peer.worker.gate.draining = False, True
+        await eventually(lambda: [view.worker_id for view in fleet.views() if view.decode] == ["decode"])
+        with armed("prefill.accepted=error@1"):
+            answer = await pair.answer([*prompt, 8])
+        puller = pair.decode.worker.puller
+        assert puller is not None and puller.counts.num_tokens == 150 // BLOCK * BLOCK
+        assert pair.decode.engine.stats().num_prefilled_tokens == 151 - 150 // BLOCK * BLOCK
+        assert not len(pair.decode.engine._pool.claims)
+        assert answer.timings.decode_worker == "decode"
+    assert answer.tokens() == await pair.right([*prompt, 8])
+
+
 async def test_no_tenant_fetches_what_another_one_has(pair: Pair) -> None:
     prompt = oracle.prompt_of(9, 150)
     await pair.answer(prompt, LOCAL, salt="one")

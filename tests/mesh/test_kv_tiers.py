@@ -23,6 +23,7 @@ from kvtransfer.tiers.settings import TierConfig
 from kvtransfer.tiers.tiers import KVTiers
 from pdmesh.engine.kv_cache.published_blocks import BlockName
 from pdmesh.engine.request import EngineRequest
+from pdmesh.runtime import failpoints
 from pdmesh.runtime.config import ConfigError
 from pdmesh.v1 import common_pb2, mesh_pb2, prefill_pb2, worker_pb2
 from router.config import RouterConfig
@@ -307,6 +308,30 @@ async def test_routers_are_told_how_fast_tiers_have_proved(model: Model, tiny: P
         await eventually(lambda: known_s() > 4 * pair.prefill.info.restore_token_s)  # it forgets what it has learned
         tiers._switch_off()
         await eventually(lambda: known_s() == 0.0)
+
+
+async def test_an_attempt_that_turns_local_restores_too(
+    model: Model, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The decode worker has its reservation since before the prefill worker failed."""
+    prompt, seen, prefilled = oracle.prompt_of(1, 100), list[common_pb2.PrefillTimings](), RequestTimings.prefilled
+
+    def watched(self: RequestTimings, timings: common_pb2.PrefillTimings) -> None:
+        seen.append(timings)
+        prefilled(self, timings)
+
+    async with running_pair(model, tiny, on_disk(tmp_path)) as pair:
+        first = await pair.answer(prompt, LOCAL)
+        await written(pair.decode, 100 // BLOCK)
+    monkeypatch.setattr(RequestTimings, "prefilled", watched)
+    async with running_pair(model, tiny, on_disk(tmp_path)) as pair:
+        failpoints.install("prefill.accepted=error@1")
+        second = await pair.answer(prompt)
+        failpoints.install("")
+        assert second.tokens() == first.tokens()
+        assert pair.decode.engine.stats().num_prefilled_tokens == 100 % BLOCK
+        assert seen[-1].num_restored_tokens == seen[-1].num_cached_tokens == 100 // BLOCK * BLOCK
+        assert not len(pair.decode.engine._pool.claims)
 
 
 async def test_what_was_restored_is_there_when_the_engine_takes_the_request(
