@@ -52,6 +52,11 @@ class TierConfig:
         return self.kv_tier_dtype != "pool"
 
     @property
+    def private(self) -> bool:
+        """Return whether other workers can fetch nothing of what is in the tiers alone: what is sent is exact."""
+        return self.rounds or self.kv_restore == "off"
+
+    @property
     def has_any(self) -> bool:
         """Return whether a tier is asked for."""
         return bool(self.kv_disk) or bool(self.kv_store) or self.kv_host_gb > 0

@@ -128,7 +128,7 @@ class KVTiers:
     def token_s(self) -> float:
         """Return how long a token's KV should take to come, in seconds, from the slowest tier, by what was measured lately; one
         of another host counts while it is known to have something. 0: nothing comes from tiers (any more)."""
-        if self.is_off:
+        if self.is_off or self._tools.restores == "off":
             return 0.0
         now = time.monotonic()
         counted = [tier for tier in self.tiers if not tier.is_remote or tier.num_blocks] or self.tiers

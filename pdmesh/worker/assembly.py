@@ -113,7 +113,7 @@ class Worker:
             epoch=self.epoch,
             max_tokens=engine.facts.max_context,
             compute_s=self._prefill_s,
-            restore=None if self.tiers is None else self.tiers.restore,
+            restore=None if self.tiers is None or config.tiers.private else self.tiers.restore,
             adapter_of=self.adapters.find,
         )
         self.prefill = self._prefill_servicer(served_model)
@@ -404,6 +404,7 @@ class Worker:
             transports=self._receiver.reach(),
             fetch_token_s=0.0 if self.puller is None else self.puller.token_s,
             restore_token_s=0.0 if self.tiers is None else self.tiers.token_s,
+            private_tiers=self.tiers is not None and self._config.tiers.private,
             warm_blocks=self._warmer.max_blocks,
         )
 

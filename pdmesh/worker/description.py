@@ -64,6 +64,7 @@ class Description:
     adapters: WorkerAdapters
     fetch_token_s: float
     restore_token_s: float
+    private_tiers: bool
     warm_blocks: int
 
     def info(self) -> worker_pb2.WorkerInfo:
@@ -90,6 +91,7 @@ class Description:
             lacks=sorted(lack.value for lack in self.facts.lacks),
             fetch_token_s=self.fetch_token_s,
             restore_token_s=self.restore_token_s,
+            private_tiers=self.private_tiers,
             warm_blocks=self.warm_blocks,
         )
 
@@ -106,6 +108,7 @@ def describe(
     transports: Mapping[str, Reach],
     fetch_token_s: float = 0.0,
     restore_token_s: float = 0.0,
+    private_tiers: bool = False,
     warm_blocks: int = 0,
 ) -> Description:
     """Return the description of a worker around an engine with these facts."""
@@ -121,5 +124,6 @@ def describe(
         adapters=adapters,
         fetch_token_s=fetch_token_s,
         restore_token_s=restore_token_s,
+        private_tiers=private_tiers,
         warm_blocks=warm_blocks,
     )

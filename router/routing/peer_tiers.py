@@ -35,6 +35,6 @@ def peer_tiers(
         num_tokens = min(tokens, most)
         num_tier_tokens = num_tokens - min(num_tokens, routing_request.cached_tokens.get(key, 0))
         view = view_of(key) if num_tokens > least and num_tier_tokens else None
-        if view is not None and view.restore_token_s:
+        if view is not None and view.restore_token_s and not view.private_tiers:
             found.append(PeerTiers(key, num_tokens, num_tier_tokens, view.restore_token_s))
     return max(found, key=lambda each: (each.num_tokens, -each.restore_s, each.key), default=None)

@@ -58,6 +58,7 @@ class Described(NamedTuple):
     can_embed: bool = True
     fetch_token_s: float = 0.0
     restore_token_s: float = 0.0
+    private_tiers: bool = False
 
 
 class Counted(NamedTuple):
@@ -97,6 +98,7 @@ def describe(info: worker_pb2.WorkerInfo) -> Described:
         can_embed=worker_pb2.ENGINE_LACK_EMBEDDINGS not in info.lacks,
         fetch_token_s=_token_s(info.fetch_token_s),
         restore_token_s=_token_s(info.restore_token_s),
+        private_tiers=info.private_tiers,
     )
 
 
@@ -152,6 +154,7 @@ def snapshot_of(
         can_embed=described.can_embed,
         fetch_token_s=described.fetch_token_s,
         restore_token_s=_restore_token_s(described, load),
+        private_tiers=described.private_tiers,
     )
 
 

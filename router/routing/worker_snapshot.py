@@ -36,7 +36,8 @@ class WorkerSnapshot:
     `keeps_pace`: its steps hold prompts back so that running sequences keep their TPOT objectives; `is_reproducible`: a request
     that it computes again draws the same tokens; `shares_prompts`: a prompt much shorter than the oldest one shares its steps;
     `can_embed`: it computes embeddings. `fetch_token_s`: in which a token's KV comes from another worker, 0: it fetches none;
-    `restore_token_s`: in which it comes from the worker's own tiers, 0: it has none.
+    `restore_token_s`: in which it comes from the worker's own tiers, 0: it has none; `private_tiers`: no other worker fetches
+    from these.
     `penalty_s`: estimated seconds by which a placement there costs more than the numbers say.
     """
 
@@ -85,6 +86,7 @@ class WorkerSnapshot:
     can_embed: bool = True
     fetch_token_s: float = 0.0
     restore_token_s: float = 0.0
+    private_tiers: bool = False
 
     @property
     def key(self) -> WorkerKey:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -30,9 +31,9 @@ def model(tiny: Path) -> Model:
 
 
 @asynccontextmanager
-async def running_pair(model: Model, tiny: Path, folder: Path, restore: str = "always") -> AsyncIterator[Pair]:
+async def running_pair(model: Model, tiny: Path, folder: Path, **settings: Any) -> AsyncIterator[Pair]:
     """A prefill worker without tiers that always fetches, and a decode worker with a disk of its own."""
-    disk = TierConfig(kv_disk=str(folder), kv_restore=restore)
+    disk = TierConfig(kv_disk=str(folder), **{"kv_restore": "always", **settings})
     async with AsyncExitStack() as stack:
         fetching = running_worker(model, roles=("prefill",), worker_id="prefill", kv_pull="always", transports=("tcp",))
         holding = running_worker(model, roles=("decode",), worker_id="decode", tiers=disk, kv_pull="off", transports=("tcp",))
@@ -86,9 +87,27 @@ def damage(folder: Path) -> None:
 
 
 async def test_what_the_holder_does_not_restore_is_computed(model: Model, tiny: Path, tmp_path: Path, first: Answer) -> None:
-    async with running_pair(model, tiny, tmp_path, restore="off") as pair:
+    async with running_pair(model, tiny, tmp_path, kv_restore="off") as pair:
+        assert pair.decode.info.restore_token_s == 0 and pair.decode.info.private_tiers
         answer = await pair.answer(PROMPT)
         assert num_restored(pair.decode) == 0
+        assert pair.counts == (0, 0), "nobody asks it"
+        assert pair.num_prefilled == len(PROMPT)
+        assert answer.tokens() == first.tokens()
+
+
+async def test_nobody_asks_for_what_a_tier_has_rounded(model: Model, tiny: Path, tmp_path: Path) -> None:
+    """Exact blocks are sent alone: a restore there would be for nothing."""
+    async with running_pair(model, tiny, tmp_path, kv_tier_dtype="int8") as pair:
+        first = await pair.answer(PROMPT, LOCAL)
+        await eventually(lambda: tiers_of(pair.decode) >= KNOWN // BLOCK)
+    async with running_pair(model, tiny, tmp_path, kv_tier_dtype="int8") as pair:
+        assert pair.decode.info.restore_token_s > 0 and pair.decode.info.private_tiers
+        with pytest.raises(grpc.aio.AioRpcError) as caught:  # a router of an earlier version names it
+            await pair.decode.control.SendBlocks(asking(pair.decode, PROMPT[:KNOWN]))
+        assert (caught.value.code(), num_restored(pair.decode)) == (grpc.StatusCode.NOT_FOUND, 0)
+        answer = await pair.answer(PROMPT)
+        assert (pair.counts, num_restored(pair.decode)) == ((0, 0), 0)
         assert pair.num_prefilled == len(PROMPT)
         assert answer.tokens() == first.tokens()
 

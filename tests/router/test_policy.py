@@ -267,6 +267,8 @@ def test_the_peer_is_taken_that_has_most_and_of_equal_ones_the_quickest() -> Non
     assert taken(160) is None
     assert taken(0, most=96) == ("b", 96, 96)
     assert taken(0, a=16, b=0) is None, "its pool has all of it"
+    workers["b", 1] = worker("b", restore_token_s=1e-4, private_tiers=True)
+    assert taken(0) == ("a", 160, 144), "b sends nothing of its tiers"
 
 
 def test_without_anything_to_restore_tiers_change_no_decision() -> None:
