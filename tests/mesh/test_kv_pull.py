@@ -124,8 +124,9 @@ async def test_the_next_turn_computes_only_what_is_new(pair: Pair) -> None:
 
 async def test_kv_in_int8_is_fetched_as_it_is(tiny: Path) -> None:
     """It is rounded once, where it was computed."""
-    native = load_tiny(tiny, backend="native")
-    async with running_pair(native, tiny, {"engine": {"backend": "native", "kv_dtype": "int8"}}) as pair:
+    native = load_tiny(tiny, backend="native", kv_dtype="int8")
+    async with running_pair(native, tiny, {"engine": {"backend": "native"}}) as pair:
+        assert pair.decode.info.layout.kv_dtype == "int8"
         history = await first_turn(pair, 12)
         prompt = [*history, 7]
         answer = await pair.answer(prompt)

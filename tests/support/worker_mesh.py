@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import grpc.aio
 import torch
@@ -48,10 +48,10 @@ class Model:
         return replace(small, **overrides)  # type: ignore[arg-type]
 
 
-def load_tiny(folder: Path, backend: str = "torch") -> Model:
+def load_tiny(folder: Path, backend: str = "torch", **settings: Any) -> Model:
     torch.set_num_threads(1)
     # The native kernels finish hundreds of tokens of a tiny model before a test can interrupt them.
-    return Model(folder, load_model(EngineConfig(model=str(folder), num_blocks=128, backend=backend)))
+    return Model(folder, load_model(EngineConfig(model=str(folder), num_blocks=128, backend=backend, **settings)))
 
 
 @dataclass
