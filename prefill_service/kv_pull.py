@@ -48,9 +48,10 @@ WORTH = 0.8
 """The pull has to be predicted to take less than this share of the computation that it saves."""
 PATIENCE = 3.0
 """A pull is given up after so many times its predicted time, or the time of the computation if that is less."""
-WAIT_WORTH, MOST_WAIT_S = 1.1, 30.0
+WAIT_WORTH, MOST_WAIT_S = 1.25, 30.0
 """A holder that is still computing the blocks is waited for where that, and the pull, take little longer than computing them
-here behind the prompts that are here: the work is done once."""
+here behind the prompts that are here: the work is done once, and of a step under way all is counted, which is half of it too
+much."""
 ASK_AGAIN_S = 0.01
 MOST_STALLS = 4
 """A holder is given up whose time to come has not become less in so many calls: its engine may hang."""
