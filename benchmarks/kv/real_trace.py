@@ -28,8 +28,8 @@ from pdmesh.simulator.workers.spec import KNOWN_STEPS, WorkerSpec
 from pdmesh.v1 import worker_pb2, worker_pb2_grpc
 
 TRACE = "mooncake_conversation_trace.jsonl"
-NUM_REQUESTS, SPEEDUP, MAX_TOKENS = 60, 0.12, 4000
-"""A tenth of the lengths on one core, at an eighth of the trace's pace: some 0.35 requests a second."""
+NUM_REQUESTS, SPEEDUP, MAX_TOKENS = 60, 0.06, 4000
+"""A tenth of the lengths on one core, at a sixteenth of the trace's pace: some 0.17 requests a second."""
 POOL_MB = 384
 FETCH_BYTES_PER_S, TIER_BYTES_PER_S, TIER_BYTES = 1e9, 1e9, 8e9
 MESH = Shape(1, 1, 0, FETCH_BYTES_PER_S, TIER_BYTES, TIER_BYTES_PER_S)
