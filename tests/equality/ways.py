@@ -123,26 +123,40 @@ async def router_killed(mesh: LocalMesh, ask: Ask) -> Outcome:
     async def kill_router() -> None:
         mesh.kill("router-0", signal.SIGKILL)
 
-    streams = await ask(together=True, disturb=kill_router)
-    return Outcome("mesh, router killed, client resumes", mesh_runs.tokens(streams), sum(s.num_resumes for s in streams))
+    def num_resumes(streams: Sequence[mesh_runs.Stream]) -> int:
+        return sum(stream.num_resumes for stream in streams)
+
+    tokens, evidence = await _until_it_strikes(mesh, ask, kill_router, num_resumes)
+    return Outcome("mesh, router killed, client resumes", tokens, evidence)
 
 
 async def decode_killed(mesh: LocalMesh, ask: Ask) -> Outcome:
-    """(g) Short answers can be over before the blow falls: then once more."""
+    """(g) The busiest one."""
 
     async def kill_decode() -> None:
         mesh.kill(await _busiest_decode(mesh.router_addresses), signal.SIGKILL)
 
+    def num_resubmissions(streams: Sequence[mesh_runs.Stream]) -> int:
+        return sum(stream.timings.num_resubmissions for stream in streams if stream.timings)
+
+    tokens, evidence = await _until_it_strikes(mesh, ask, kill_decode, num_resubmissions)
+    return Outcome("mesh, decode worker killed", tokens, evidence)
+
+
+async def _until_it_strikes(
+    mesh: LocalMesh, ask: Ask, blow: Callable[[], Awaitable[None]], count: Callable[[Sequence[mesh_runs.Stream]], int]
+) -> tuple[list[list[int]], int]:
+    """Return the tokens, and what the blow has caused. Short answers can be over before it falls: then once more."""
     attempts: list[list[list[int]]] = []
-    resubmissions = 0
-    while not resubmissions and len(attempts) < 4:
-        streams = await ask(together=True, disturb=kill_decode)
+    evidence = 0
+    while not evidence and len(attempts) < 4:
+        streams = await ask(together=True, disturb=blow)
         attempts.append(mesh_runs.tokens(streams))
-        resubmissions = sum(s.timings.num_resubmissions for s in streams if s.timings)
+        evidence = count(streams)
         await mesh.wait_ready(60)
     if any(tokens != attempts[0] for tokens in attempts):
         raise AssertionError("the same prompts, asked again, gave other tokens")
-    return Outcome("mesh, decode worker killed", attempts[0], resubmissions)
+    return attempts[0], evidence
 
 
 async def _busiest_decode(routers: Sequence[str]) -> str:
