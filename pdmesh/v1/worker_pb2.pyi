@@ -1201,7 +1201,7 @@ Global___StoredBlocks: _TypeAlias = StoredBlocks  # noqa: Y015
 
 @_typing.final
 class WarmPrefixRequest(_message.Message):
-    """WarmPrefixRequest names a prefix and who has it."""
+    """WarmPrefixRequest names a prefix and a worker that has it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -105,17 +105,7 @@ class Worker:
         self.puller = self._kv_puller(served_model)
         self._sources = WorkerKVSources(engine.sharing, self.tiers, self.puller) if self.tiers or self.puller else None
         self._warmer = KVWarmer(self._warm_tools(served_model))
-        self.block_sender = BlockSender(
-            engine.sharing,
-            self._sender,
-            served_model.identity,
-            served_model.layout,
-            epoch=self.epoch,
-            max_tokens=engine.facts.max_context,
-            compute_s=self._prefill_s,
-            restore=None if self.tiers is None or config.tiers.private else self.tiers.restore,
-            adapter_of=self.adapters.find,
-        )
+        self.block_sender = self._block_sender(served_model)
         self.prefill = self._prefill_servicer(served_model)
         self.decode = DecodeService(config.decode_settings, self._dependencies(served_model))
         self._receiver = self._kv_receiver(served_model, tls)
@@ -298,6 +288,20 @@ class Worker:
             owns_requests=lambda: bool(self.decode.reservations.active),
             tracing=self.tracing,
             steps=self._spans.steps,
+        )
+
+    def _block_sender(self, served_model: ServedModel) -> BlockSender:
+        """Return what sends blocks to other workers, those of its tiers included where these are not for itself alone."""
+        return BlockSender(
+            self.engine.sharing,
+            self._sender,
+            served_model.identity,
+            served_model.layout,
+            epoch=self.epoch,
+            max_tokens=self.engine.facts.max_context,
+            compute_s=self._prefill_s,
+            restore=None if self.tiers is None or self._config.tiers.private else self.tiers.restore,
+            adapter_of=self.adapters.find,
         )
 
     def _kv_puller(self, served_model: ServedModel) -> KVPuller | None:

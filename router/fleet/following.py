@@ -81,7 +81,7 @@ async def _end_of(call: Awaitable[None]) -> CallEnd:
         if isinstance(error, asyncio.CancelledError) and being_cancelled():
             raise
         return CallEnd("its channel was closed")
-    except Exception as error:  # noqa: BLE001  it costs this worker one try, and is logged by who follows
+    except Exception as error:  # noqa: BLE001  it costs this worker one try, and is logged by the caller
         return CallEnd("an internal error", bug=error)
     return CallEnd()
 

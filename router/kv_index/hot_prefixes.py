@@ -186,8 +186,8 @@ def _in_turn(prefixes: Sequence[HotPrefix]) -> list[HotPrefix]:
 
 @dataclass(slots=True)
 class _Block:
-    """Hold what is known of a block: who used it first, whether another has, its uses with the older ones counting less, and its
-    place in its prompts. Its name depends on its tenant."""
+    """Hold what is known of a block: the session that used it first, whether another one has, its uses with the older ones
+    counting less, and its place in its prompts. Its name depends on its tenant."""
 
     tenant: str
     user: Hashable

@@ -136,7 +136,7 @@ class PrefixMemory:
         return (blocks for blocks in (self.kept, self._young, self._old) if len(blocks))
 
     def evicted(self, worker: WorkerKey, names: Collection[int]) -> None:
-        """Remove blocks that the worker has said it lost: it knows better than who sent it their prompt a moment ago."""
+        """Remove blocks that the worker has said it lost, also those of prompts that it was sent a moment ago."""
         for blocks in (self.kept, self._young, self._old):
             blocks.remove(worker, names)
 

@@ -176,7 +176,7 @@ class FleetWarming:
         self._index.record(warming.info, names)  # before the worker's KV events say so, and where it sends none
 
     def _holder(self, warming: _Warming, prefix: HotPrefix, num_here: int) -> WorkerKey | None:
-        """Return who has most of a prefix, and more than is there; of equal ones the one with least to compute."""
+        """Return the worker that has most of a prefix, and more than is there; of equal ones the one with least to compute."""
         ours = (warming.info.address, warming.info.epoch)
         known = self._index.holders(prefix.names)
         able = [key for key, blocks in known.items() if blocks > num_here and key != ours and self._can_send(warming, key)]

@@ -91,7 +91,7 @@ async def test_what_the_holder_does_not_restore_is_computed(model: Model, tiny: 
         assert pair.decode.info.restore_token_s == 0 and pair.decode.info.private_tiers
         answer = await pair.answer(PROMPT)
         assert num_restored(pair.decode) == 0
-        assert pair.counts == (0, 0), "nobody asks it"
+        assert pair.counts == (0, 0), "it is not asked"
         assert pair.num_prefilled == len(PROMPT)
         assert answer.tokens() == first.tokens()
 

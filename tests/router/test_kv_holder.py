@@ -40,7 +40,7 @@ def prefer(mesh: Mesh, *names: str) -> None:
 
 
 async def held_by(mesh: Mesh, prefill: str, decode: str) -> None:
-    """Have the prompt computed, so that both workers hold it, and forget who seemed to be busy."""
+    """Have the prompt computed, so that both workers hold it, and forget which worker seemed to be busy."""
     prefer(mesh, prefill, decode)
     assert (await mesh.generate(request(mode=REMOTE))).timings.prefill_worker == prefill
     await mesh.until_whole()

@@ -32,7 +32,7 @@ def found(
     latency: LatencyModel | None = SPEED,
     infos: Mapping[str, worker_pb2.WorkerInfo] | None = None,
 ) -> tuple[str, int, int] | None:
-    """Who is asked by worker "us": address, tokens, those of them in tiers alone."""
+    """Return the worker that "us" asks: address, tokens, those of them in tiers alone."""
     infos = {name: info(name) for name in ("us", "a", "b")} | dict(infos or {})
     view = SimpleNamespace(latency=latency, max_num_batched_tokens=512, restore_token_s=restore_token_s, private_tiers=False)
     workers = {name: SimpleNamespace(current=SimpleNamespace(info=each), view=view) for name, each in infos.items()}
