@@ -1,4 +1,5 @@
-// Activations of MLPs, lane by lane, and where a product's emitted tiles go (gemm.h).
+// Activations of MLPs, lane by lane, and where a product's emitted tiles go (gemm.h). ask(row, panel): two panels of this row will be
+// emitted soon.
 #pragma once
 
 #include "abi.h"
@@ -9,9 +10,9 @@ namespace pdmesh {
 inline F f_exp(F x) { return f_exp2(x * f_set(1.44269504f)); }
 
 // 1 / (1 + e^-x)
-inline F sigmoid(F x) { return f_set(1.0f) / (f_set(1.0f) + f_exp2(f_min(x * f_set(-1.44269504f), f_set(126.0f)))); }
+inline F sigmoid(F x) { return f_reciprocal(f_set(1.0f) + f_exp2(f_min(x * f_set(-1.44269504f), f_set(126.0f)))); }
 
-inline F silu(F x) { return x / (f_set(1.0f) + f_exp2(f_min(x * f_set(-1.44269504f), f_set(126.0f)))); }
+inline F silu(F x) { return x * sigmoid(x); }
 
 inline F f_tanh(F x) {
     return f_set(1.0f) - f_set(2.0f) / (f_set(1.0f) + f_exp2(f_min(x * f_set(2.88539008f), f_set(126.0f))));
@@ -45,11 +46,17 @@ inline F activate(int kind, F x) {
     }
 }
 
+// Lines that will be written.
+[[gnu::always_inline]] inline void ask_to_write(float* p, int lines) {
+    for (int i = 0; i < lines; i++) __builtin_prefetch(p + i * kPanel, 1);
+}
+
 struct Emitted {  // [rows][stride] = product
     static constexpr bool kPairs = false;
     float* out;
     size_t stride;
     int width;
+    void ask(int row, int panel) const { ask_to_write(out + row * stride + panel * kPanel, 2); }
     template <int NR>
     [[gnu::always_inline]] void operator()(int row, int panel, const F (&x)[NR]) const {
         float* p = out + row * stride + panel * kPanel;
@@ -61,6 +68,7 @@ struct Added {  // [rows][stride] += product; rows are padded to whole panels
     static constexpr bool kPairs = false;
     float* out;
     size_t stride;
+    void ask(int row, int panel) const { ask_to_write(out + row * stride + panel * kPanel, 2); }
     template <int NR>
     [[gnu::always_inline]] void operator()(int row, int panel, const F (&x)[NR]) const {
         float* p = out + row * stride + panel * kPanel;
@@ -74,6 +82,7 @@ struct AddedScaled {  // [rows][stride] = itself + factor * beside (or null) + f
     const float* beside;
     size_t stride;
     float factor;
+    void ask(int row, int panel) const { ask_to_write(out + row * stride + panel * kPanel, 2); }
     template <int NR>
     [[gnu::always_inline]] void operator()(int row, int panel, const F (&x)[NR]) const {
         const size_t at = row * stride + panel * kPanel;
@@ -89,6 +98,7 @@ struct Gated {  // [rows][stride] = silu(gate) * up of alternating panels
     static constexpr bool kPairs = true;
     float* out;
     size_t stride;
+    void ask(int row, int panel) const { ask_to_write(out + row * stride + panel / 2 * kPanel, 1); }
     template <int NR>
     [[gnu::always_inline]] void operator()(int row, int panel, const F (&x)[NR]) const {
         float* p = out + row * stride + panel / 2 * kPanel;
@@ -107,6 +117,7 @@ struct GatedBy {  // the same with another activation
         const F cut = f_min(gate, f_set(limit)), linear = f_max(f_min(up, f_set(limit)), f_set(-limit));
         f_store(p, (linear + f_set(1.0f)) * (cut * sigmoid(cut * f_set(1.702f))));
     }
+    void ask(int row, int panel) const { ask_to_write(out + row * stride + panel / 2 * kPanel, 1); }
     template <int NR>
     [[gnu::always_inline]] void operator()(int row, int panel, const F (&x)[NR]) const {
         float* p = out + row * stride + panel / 2 * kPanel;
@@ -120,6 +131,7 @@ struct Activated {  // [rows][stride] = activation of the product; rows are padd
     size_t stride;
     int activation;
     [[gnu::noinline]] void emit(float* p, const F& x) const { f_store(p, activate(activation, x)); }
+    void ask(int row, int panel) const { ask_to_write(out + row * stride + panel * kPanel, 2); }
     template <int NR>
     [[gnu::always_inline]] void operator()(int row, int panel, const F (&x)[NR]) const {
         float* p = out + row * stride + panel * kPanel;

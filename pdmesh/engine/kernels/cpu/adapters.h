@@ -186,6 +186,9 @@ class StepAdapters {
         reserve();
     }
 
+    // Whether any row of the step has one.
+    bool is_on() const { return is_on_; }
+
     Adapted of(int layer, PdmeshAdapted product, int num_rows) const {
         if (!is_on_) return {};
         const Adapted adapted{num_rows == num_tokens_ ? &all_ : &wanted_, layer * kAdaptedProducts + product};

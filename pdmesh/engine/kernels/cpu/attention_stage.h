@@ -17,7 +17,7 @@ class AttentionStage {
     AttentionStage(Team& team, const KVGeometry& kv, int groups, bool has_window, const AttentionShape& shape)
         : team_(team), kv_(kv), groups_(groups), shape_(shape), plan_(kv.num_kv_heads, groups, kv.block_size, has_window, team.size(), shape.is_latent ? kLatentTarget : kTileTarget) {
         for (int rank = 0; rank < team.size(); rank++) {
-            scratch_.push_back(std::make_unique<AttentionScratch>(plan_.most_rows(), shape.value_dim));
+            scratch_.push_back(std::make_unique<AttentionScratch>(plan_.most_rows(), shape));
             if (shape.is_latent) latents_.push_back(std::make_unique<LatentChunk>(kv, shape));
         }
     }
@@ -32,7 +32,8 @@ class AttentionStage {
         loose_groups_.reserve(static_cast<size_t>(plan_.num_loose_groups) * kv_.loose_group_bytes());
         partial_sums_.reserve(static_cast<size_t>(plan_.num_partials) * plan_.partial_rows * 2 + kPanel);  // merge reads whole vectors
         partial_outputs_.reserve(static_cast<size_t>(plan_.num_partials) * plan_.partial_rows * shape_.value_dim);
-        queries_.reserve(static_cast<size_t>(step.num_tokens) * kv_.num_kv_heads * groups_ * shape_.key_dim * 4 + 64);
+        const size_t query_rows = static_cast<size_t>(step.num_tokens) * kv_.num_kv_heads * groups_ + 32;  // matrix tiles read some more
+        queries_.reserve(query_rows * shape_.key_dim * 4);
         attended_.reserve(static_cast<size_t>(step.num_tokens) * attended_stride());
     }
 
@@ -157,28 +158,28 @@ class AttentionStage {
             float* sums = partial_sums(item.partial);
             std::memcpy(sums, chunk.peaks.data(), sizeof(float) * rows);
             std::memcpy(sums + plan_.partial_rows, chunk.totals.data(), sizeof(float) * rows);
-            std::memcpy(partial_output(item.partial), scratch.output.data(), sizeof(float) * rows * dim);
+            std::memcpy(partial_output(item.partial), scratch.output.get(), sizeof(float) * rows * dim);
             return;
         }
-        if (is_first) clear(scratch.folded, scratch.result.data(), rows, dim);
-        fold(scratch.folded, scratch.result.data(), chunk.peaks.data(), chunk.totals.data(), scratch.output.data(), rows, dim);
-        if (is_last) finish(scratch.folded, scratch.result.data(), tile, dim, target_of(item), attended_stride());
+        if (is_first) clear(scratch.folded, scratch.result.get(), rows, dim);
+        fold(scratch.folded, scratch.result.get(), chunk.peaks.data(), chunk.totals.data(), scratch.output.get(), rows, dim);
+        if (is_last) finish(scratch.folded, scratch.result.get(), tile, dim, target_of(item), attended_stride());
     }
 
     void merge(int rank, const PdmeshLayer& layer, const Split& split) {
         const QueryTile tile = tile_of(split.item, layer);
         AttentionScratch& scratch = *scratch_[rank];
         const int rows = tile.rows(), dim = shape_.value_dim;
-        clear(scratch.folded, scratch.result.data(), rows, dim);
+        clear(scratch.folded, scratch.result.get(), rows, dim);
         // Chunks before the window were not computed, and what lies there is another's.
         for (int c = tile.first_visible(tile.position) / kChunk; c < split.item.chunk_end; c++) {
             const bool is_shared = c < split.shared;
             const int partial = is_shared ? split.shared_partial + c : split.item.partial + c - split.shared, row = is_shared ? split.row : 0;
             const float* peaks = partial_sums(partial) + row;
             const float* output = partial_output(partial) + static_cast<size_t>(row) * dim;
-            fold(scratch.folded, scratch.result.data(), peaks, peaks + plan_.partial_rows, output, rows, dim);
+            fold(scratch.folded, scratch.result.get(), peaks, peaks + plan_.partial_rows, output, rows, dim);
         }
-        finish(scratch.folded, scratch.result.data(), tile, dim, target_of(split.item), attended_stride());
+        finish(scratch.folded, scratch.result.get(), tile, dim, target_of(split.item), attended_stride());
     }
 
     Team& team_;

@@ -158,6 +158,7 @@ void run_block(Team& team, const PdmeshDraftBlock& block, int num_rows, const fl
         write_embedding(block, token_ids[row], x + hidden);
     }
     team.run([&](int rank) {
+        [[maybe_unused]] const TileSession tiles;
         Rows rows = own.rows[rank].prepare(block.mix, inputs, 2 * hidden, num_rows);
         multiply(team, rank, block.mix, rows, num_rows, Store<false>{out, static_cast<size_t>(hidden), hidden});
         team.barrier();
@@ -188,6 +189,7 @@ void run_head(Team& team, const PdmeshLinear& head, int num_rows, const float* s
     Scratch& own = scratch;
     own.reserve(team, {&head}, num_rows);
     team.run([&](int rank) {
+        [[maybe_unused]] const TileSession tiles;
         const Rows rows = own.rows[rank].prepare(head, states, head.k, num_rows);
         multiply(team, rank, head, rows, num_rows, Store<false>{logits, static_cast<size_t>(head.n), head.n});
         team.barrier();

@@ -5,14 +5,29 @@ A library is compiled for one tier as a whole, and one is loaded. PDMESH_CPU_ISA
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 VARIABLE = "PDMESH_CPU_ISA"
 _CPUINFO = Path("/proc/cpuinfo")
+
+
+_ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA = 158, 0x1023, 18  # x86-64: the system call, its code, the number of the tiles' state
+
+
+@cache
+def _may_use_tiles() -> bool:
+    """Return whether Linux lets this process use matrix tiles. It has to be asked, once, before a thread uses them; older systems
+    and some sandboxes refuse."""
+    try:
+        return ctypes.CDLL(None, use_errno=True).syscall(_ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA) == 0
+    except (OSError, AttributeError):
+        return False
 
 
 @dataclass(frozen=True)
@@ -22,6 +37,7 @@ class Tier:
     name: str
     needs: frozenset[str]  # names under "flags" in /proc/cpuinfo, where the kernel omits what programs may not use
     flags: tuple[str, ...]  # options of GCC and Clang
+    may_run: Callable[[], bool] = lambda: True  # asked where the processor has what it needs: the system may refuse it
 
     @property
     def define(self) -> str:
@@ -38,9 +54,11 @@ _AVX512_VNNI = Tier(
      "-Wno-uninitialized", "-Wno-maybe-uninitialized"),
 )  # fmt: skip
 _AVX512_BF16 = Tier("avx512_bf16", _AVX512_VNNI.needs | {"avx512_bf16"}, (*_AVX512_VNNI.flags, "-mavx512bf16"))
+# The kernels name the tiles in assembly: no option of the compiler is needed.
+_AMX = Tier("amx", _AVX512_BF16.needs | {"amx_tile", "amx_int8", "amx_bf16"}, _AVX512_BF16.flags, may_run=_may_use_tiles)
 _PORTABLE = Tier("portable", frozenset(), ())
 
-TIERS = (_AVX512_BF16, _AVX512_VNNI, _AVX2, _PORTABLE)  # best first
+TIERS = (_AMX, _AVX512_BF16, _AVX512_VNNI, _AVX2, _PORTABLE)  # best first
 
 
 def by_name(name: str) -> Tier:
@@ -60,7 +78,7 @@ def supported(cpuinfo: Path = _CPUINFO, machine: str | None = None) -> tuple[Tie
     """Return the tiers that this processor has, best first. "portable" is always among them, and alone where nothing else is
     known: other architectures than x86-64, and systems without /proc/cpuinfo."""
     present = _processor_flags(cpuinfo)
-    return tuple(tier for tier in compilable(machine) if tier.needs <= present)
+    return tuple(tier for tier in compilable(machine) if tier.needs <= present and tier.may_run())
 
 
 def detect(environment: Mapping[str, str] | None = None, tiers: tuple[Tier, ...] | None = None) -> Tier:

@@ -67,9 +67,13 @@ inline void quantize_groups(const float* x, const PdmeshLinear& linear, int8_t* 
 }
 
 inline float largest_of(const float* maxima, int count) {
-    F most = f_zero();
-    for (int i = 0; i < count; i += 16) most = f_max(most, f_load(maxima + i));
-    return f_hmax(most);
+    F most = f_zero(), other = f_zero();  // two chains: each waits for itself only
+    int i = 0;
+    for (; i + 32 <= count; i += 32) {
+        most = f_max(most, f_load(maxima + i));
+        other = f_max(other, f_load(maxima + i + 16));
+    }
+    return f_hmax(f_max(other, i < count ? f_max(most, f_load(maxima + i)) : most));
 }
 
 // The unit with the largest number, by the maxima of all units (-1: taken already); the lowest among equals, 0 where all are
@@ -98,23 +102,22 @@ inline void quantize_row(const float* x, int padded, int num_units, float* maxim
     const float limit = largest_of(maxima, padded_units);
     *scale = limit / 127.0f;
     *sum = quantize(x, padded, limit, out);
-    float excess[kOutliers * 4], most = 0;
-    for (int t = 0; t < kOutliers; t++)
-        for (int i = 0; i < 4; i++) {
-            const float v = outliers->unit[t] < units ? x[outliers->unit[t] * 4 + i] : 0.0f;
-            excess[t * 4 + i] = v - std::min(std::max(v, -limit), limit);
-            most = std::max(most, __builtin_fabsf(excess[t * 4 + i]));
-        }
-    const float factor = most > 0 ? 127.0f / most : 0.0f;
+    // The outliers' numbers fill one vector.
+    static_assert(kOutliers * 4 == kPanel);
+    alignas(64) float cut[kPanel];
+    for (int t = 0; t < kOutliers; t++) {
+        int32_t& unit = outliers->unit[t];
+        if (unit < units) std::memcpy(cut + t * 4, x + unit * 4, sizeof(float) * 4);
+        else std::memset(cut + t * 4, 0, sizeof(float) * 4);
+        if (unit >= num_units) unit = 0;  // padding: nothing exceeds there, and the weights have no such unit
+    }
+    const F numbers = f_load(cut), excess = numbers - f_max(f_min(numbers, f_set(limit)), f_set(-limit));
+    const float most = f_hmax(f_abs(excess));
+    auto* bytes = reinterpret_cast<int8_t*>(outliers->excess);
+    f_store_i8(bytes, excess * f_set(most > 0 ? 127.0f / most : 0.0f));
     outliers->scale = most / 127.0f;
     outliers->sum = 0;
-    for (int32_t& unit : outliers->unit)
-        if (unit >= num_units) unit = 0;  // padding: nothing exceeds there, and the weights have no such unit
-    auto* bytes = reinterpret_cast<int8_t*>(outliers->excess);
-    for (int i = 0; i < kOutliers * 4; i++) {
-        bytes[i] = static_cast<int8_t>(__builtin_rintf(excess[i] * factor));
-        outliers->sum += bytes[i];
-    }
+    for (int i = 0; i < kOutliers * 4; i++) outliers->sum += bytes[i];
 }
 
 inline void layer_norm(const PdmeshNorm& norm, const float* x, int padded, int width, float* out) {

@@ -5,6 +5,7 @@
 //
 //   f_zero f_set f_load f_store + - * / f_fma f_max f_min f_abs f_round   lane by lane
 //   f_scale2(x, n)          x * 2^n, n integral
+//   f_reciprocal(x)         1 / x within an ulp, 1 <= x < 2^127
 //   f_sum, f_hmax           over the lanes
 //   f_first(x, count, o)    the first `count` lanes of x, o in the others
 //   f_store_first(p, x, count)    stores the first `count` lanes only
@@ -21,7 +22,7 @@
 //   i_low_nibbles i_high_nibbles     of each byte
 #pragma once
 
-#if defined(PDMESH_ISA_AVX512_BF16) || defined(PDMESH_ISA_AVX512_VNNI)
+#if defined(PDMESH_ISA_AMX) || defined(PDMESH_ISA_AVX512_BF16) || defined(PDMESH_ISA_AVX512_VNNI)
 #include "simd_avx512.h"
 #elif defined(PDMESH_ISA_AVX2)
 #include "simd_avx2.h"
@@ -31,6 +32,7 @@
 
 namespace pdmesh {
 
+#if !defined(PDMESH_HAS_EXP2)
 // 2^x for x <= 0 (and somewhat above): 2^x = 2^n * 2^f, f in [-1/2, 1/2], by a minimax polynomial of degree 6, within 1.3 ulp.
 // -inf gives 0.
 inline F f_exp2(F x) {
@@ -46,5 +48,6 @@ inline F f_exp2(F x) {
     p = f_fma(p, f, f_set(1.0f));
     return f_scale2(p, n);
 }
+#endif
 
 }  // namespace pdmesh

@@ -25,12 +25,29 @@ inline F operator+(F a, F b) { return {_mm512_add_ps(a.v, b.v)}; }
 inline F operator-(F a, F b) { return {_mm512_sub_ps(a.v, b.v)}; }
 inline F operator*(F a, F b) { return {_mm512_mul_ps(a.v, b.v)}; }
 inline F operator/(F a, F b) { return {_mm512_div_ps(a.v, b.v)}; }
+inline F f_reciprocal(F x) {  // the processor's estimate (14 bits) and one step of Newton: a fifth of a division's time
+    const __m512 estimate = _mm512_rcp14_ps(x.v);
+    return {_mm512_fmadd_ps(estimate, _mm512_fnmadd_ps(x.v, estimate, _mm512_set1_ps(1.0f)), estimate)};
+}
 inline F f_fma(F a, F b, F c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 inline F f_max(F a, F b) { return {_mm512_max_ps(a.v, b.v)}; }
 inline F f_min(F a, F b) { return {_mm512_min_ps(a.v, b.v)}; }
 inline F f_abs(F a) { return {_mm512_abs_ps(a.v)}; }
 inline F f_round(F a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 inline F f_scale2(F x, F n) { return {_mm512_scalef_ps(x.v, n.v)}; }
+// 2^x for x <= 0 (and somewhat above) by the processor's own parts: x less its floor, 2^(floor of x). 2^f on [0, 1) by a polynomial
+// of degree 5, within 0.7 ulp and exact at 0. -inf gives 0.
+#define PDMESH_HAS_EXP2 1
+inline F f_exp2(F x) {
+    const __m512 f = _mm512_reduce_ps(x.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    __m512 p = _mm512_set1_ps(1.8671306e-3f);
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(9.0170288e-3f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.5799913e-2f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.4016444e-1f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.9315130e-1f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
+    return {_mm512_scalef_ps(p, x.v)};
+}
 inline float f_sum(F x) { return _mm512_reduce_add_ps(x.v); }
 inline float f_hmax(F x) { return _mm512_reduce_max_ps(x.v); }
 inline F f_first(F x, int count, float other) {

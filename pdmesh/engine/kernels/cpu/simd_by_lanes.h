@@ -29,6 +29,7 @@ PDMESH_INLINE F f_maxima_of_4(const float* p) {
     }
     return f_load(maxima);
 }
+PDMESH_INLINE F f_reciprocal(F x) { return f_set(1.0f) / x; }
 PDMESH_INLINE void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 }  // namespace pdmesh

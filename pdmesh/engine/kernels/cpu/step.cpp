@@ -24,6 +24,7 @@
 #include "kv_copy.h"
 #include "parallel.h"
 #include "rows.h"
+#include "tiles.h"
 
 namespace pdmesh {
 namespace {
@@ -159,20 +160,16 @@ class Engine {
     };
 
     void forward(int rank) {
+        [[maybe_unused]] const TileSession tiles;
         Clock clock{now_ns(), rank == 0 && step_->profile};
         embed(rank);
         team_.barrier();
         clock.mark(profile_.embed);
         int num_rows = step_->num_tokens;
         const bool is_whole = step_->num_rows == step_->num_tokens;
+        project_inputs(rank, 0, {0, num_rows}, num_rows, clock);
         for (int index = 0; index < model_.num_layers; index++) {
             const PdmeshLayer& layer = layers_[index];
-            const Adapted adapted = adapters_.of(index, kQkv, num_rows);
-            const Rows rows = prepare(rank, layer.qkv, hidden_.get(), hidden_stride_, layer.input_norm, num_rows, adapted);
-            clock.mark(profile_.prepare);
-            multiply_layer(rank, layer.qkv, rows, num_rows, Emitted{qkv_.get(), size_t(qkv_stride_), qkv_stride_}, adapted);
-            team_.barrier();
-            clock.mark(profile_.qkv);
             if (layer.query_norm.weight && model_.head_norms == kOverAllHeads) norm_all_heads(rank, layer);
             if (layer.latent) absorb_and_write(rank, index, layer, *layer.latent);
             else rotate_and_write(rank, index, layer);
@@ -192,9 +189,14 @@ class Engine {
             }
             clock.mark(profile_.attention);
             if (num_rows == 0) break;
-            add_attention(rank, index, layer, num_rows, clock);
-            if (layer.experts) add_experts(rank, layer, *layer.experts, num_rows, clock);
-            else add_mlp(rank, index, layer, num_rows, clock);
+            const int block = rows_of_block(layer, num_rows);
+            for (int first = 0; first < num_rows; first += block) {
+                const Span span{first, std::min(block, num_rows - first)};
+                add_attention(rank, index, layer, span, num_rows, clock);
+                if (layer.experts) add_experts(rank, layer, *layer.experts, num_rows, clock);
+                else add_mlp(rank, index, layer, span, num_rows, clock);
+                if (index + 1 < model_.num_layers) project_inputs(rank, index + 1, span, num_rows, clock);
+            }
         }
         if (num_rows == 0) return;
         if (step_->hidden) tell_hidden(rank);
@@ -204,28 +206,57 @@ class Engine {
         clock.mark(profile_.head);
     }
 
-    void add_attention(int rank, int index, const PdmeshLayer& layer, int num_rows, Clock& clock) {
+    // Rows [first, first + count) of a step.
+    struct Span {
+        int first, count;
+    };
+
+    // Between two attentions rows are independent: so many at a time that their states stay in a cache from product to product.
+    // Adapters, experts and latent attention arrange all rows of a step at once.
+    int rows_of_block(const PdmeshLayer& layer, int num_rows) const {
+        constexpr int most = 512;
+        if (num_rows <= most || adapters_.is_on() || layer.experts || layer.latent) return num_rows;
+        const int blocks = (num_rows + most - 1) / most;
+        return round_up((num_rows + blocks - 1) / blocks, kPanel);
+    }
+
+    // A layer's first product. Ends with a barrier.
+    void project_inputs(int rank, int index, const Span& span, int num_rows, Clock& clock) {
+        const PdmeshLayer& layer = layers_[index];
+        const Adapted adapted = adapters_.of(index, kQkv, num_rows);
+        const Rows rows = prepare(rank, layer.qkv, states(span), hidden_stride_, layer.input_norm, span.count, adapted);
+        clock.mark(profile_.prepare);
+        float* out = qkv_.get() + static_cast<size_t>(span.first) * qkv_stride_;
+        multiply_layer(rank, layer.qkv, rows, span.count, Emitted{out, size_t(qkv_stride_), qkv_stride_}, adapted);
+        team_.barrier();
+        clock.mark(profile_.qkv);
+    }
+
+    float* states(const Span& span) const { return hidden_.get() + static_cast<size_t>(span.first) * hidden_stride_; }
+
+    void add_attention(int rank, int index, const PdmeshLayer& layer, const Span& span, int num_rows, Clock& clock) {
         if (layer.latent) expand_values(rank, *layer.latent, num_rows);
         const float* values = layer.latent ? values_.get() : attention_.attended();
         const int stride = layer.latent ? values_stride(*layer.latent) : attention_.attended_stride();
         const Adapted adapted = adapters_.of(index, kOutput, num_rows);
-        const Rows rows = prepare(rank, layer.output, values, stride, kNoNorm, num_rows, adapted);
+        values += static_cast<size_t>(span.first) * stride;
+        const Rows rows = prepare(rank, layer.output, values, stride, kNoNorm, span.count, adapted);
         clock.mark(profile_.prepare);
-        add(rank, layer.output, rows, num_rows, layer.post_attention_norm, model_.is_parallel, adapted);
+        add(rank, layer.output, rows, span, layer.post_attention_norm, model_.is_parallel, adapted);
         clock.mark(profile_.output);
     }
 
-    void add_mlp(int rank, int index, const PdmeshLayer& layer, int num_rows, Clock& clock) {
+    void add_mlp(int rank, int index, const PdmeshLayer& layer, const Span& span, int num_rows, Clock& clock) {
         Adapted adapted = adapters_.of(index, kGateUp, num_rows);
-        Rows rows = prepare(rank, layer.gate_up, hidden_.get(), hidden_stride_, norm_of_mlp(layer), num_rows, adapted);
+        Rows rows = prepare(rank, layer.gate_up, states(span), hidden_stride_, norm_of_mlp(layer), span.count, adapted);
         clock.mark(profile_.prepare);
-        with_activation(model_.activation, 0, inner_stride(layer.down), [&](auto emit) { multiply_layer(rank, layer.gate_up, rows, num_rows, emit, adapted); });
+        with_activation(model_.activation, 0, inner_stride(layer.down), [&](auto emit) { multiply_layer(rank, layer.gate_up, rows, span.count, emit, adapted); });
         team_.barrier();
         clock.mark(profile_.gate_up);
         adapted = adapters_.of(index, kDown, num_rows);
-        rows = prepare(rank, layer.down, inner_.get(), inner_stride(layer.down), kNoNorm, num_rows, adapted);
+        rows = prepare(rank, layer.down, inner_.get(), inner_stride(layer.down), kNoNorm, span.count, adapted);
         clock.mark(profile_.prepare);
-        add(rank, layer.down, rows, num_rows, layer.post_mlp_norm, false, adapted);
+        add(rank, layer.down, rows, span, layer.post_mlp_norm, false, adapted);
         clock.mark(profile_.down);
     }
 
@@ -322,19 +353,20 @@ class Engine {
     }
 
     // A product becomes part of the states: as it is, normalized, or (`is_kept`) only together with the next one. Ends with a barrier.
-    void add(int rank, const PdmeshLinear& linear, const Rows& rows, int num_rows, const PdmeshNorm& norm, bool is_kept, const Adapted& adapted) {
+    void add(int rank, const PdmeshLinear& linear, const Rows& rows, const Span& span, const PdmeshNorm& norm, bool is_kept, const Adapted& adapted) {
         const size_t stride = hidden_stride_;
+        float* branch = is_added_at_once() ? nullptr : branch_.get() + span.first * stride;
         if (is_added_at_once()) {
-            multiply_layer(rank, linear, rows, num_rows, Added{hidden_.get(), stride}, adapted);
+            multiply_layer(rank, linear, rows, span.count, Added{states(span), stride}, adapted);
         } else if (norm.weight || is_kept) {
-            multiply_layer(rank, linear, rows, num_rows, Emitted{branch_.get(), stride, hidden_stride_}, adapted);
+            multiply_layer(rank, linear, rows, span.count, Emitted{branch, stride, hidden_stride_}, adapted);
         } else {
-            const float* beside = model_.is_parallel ? branch_.get() : nullptr;
-            multiply_layer(rank, linear, rows, num_rows, AddedScaled{hidden_.get(), beside, stride, model_.residual_multiplier}, adapted);
+            const float* beside = model_.is_parallel ? branch : nullptr;
+            multiply_layer(rank, linear, rows, span.count, AddedScaled{states(span), beside, stride, model_.residual_multiplier}, adapted);
         }
         team_.barrier();
         if (!norm.weight) return;
-        add_normed(rank, norm, num_rows);
+        add_normed(rank, norm, span);
         team_.barrier();
     }
 
@@ -345,8 +377,8 @@ class Engine {
         else multiply(team_, rank, linear, rows, num_rows, emit);
     }
 
-    void add_normed(int rank, const PdmeshNorm& norm, int num_rows) {
-        for (int r = rank; r < num_rows; r += team_.size()) {
+    void add_normed(int rank, const PdmeshNorm& norm, const Span& span) {
+        for (int r = span.first + rank; r < span.first + span.count; r += team_.size()) {
             float* added = branch_.get() + static_cast<size_t>(r) * hidden_stride_;
             norm_row(norm, added, model_.hidden, added);
             add_row(r, added);
@@ -652,7 +684,6 @@ class Engine {
     }
 
     static constexpr float kLog2E = 1.44269504f;
-    static constexpr int kMostHeadDim = 512;
     static constexpr PdmeshNorm kNoNorm{};
 
     PdmeshModel model_;
