@@ -306,17 +306,18 @@ class Engine:
                 self.adapters.sweep()
             running = list(self._scheduler.running)
             self._scheduler.in_step = frozenset(running)
-            has_prompts = bool(self._scheduler.waiting) or not all(sequence.is_going_on for sequence in running)
-        drafts = self._drafts(running, has_prompts=has_prompts)
+            has_waiting = bool(self._scheduler.waiting)
+        drafts = self._drafts(running, has_waiting=has_waiting)
         with self._lock:
             plan = self._next_plan(started_ns, drafts)
             if not plan.pieces:
                 self._scheduler.in_step = frozenset()
                 self.check_integrity()
                 return None
-            self._scheduler.in_step |= {piece.sequence for piece in plan.pieces}
             self.kv.reach(self._pool.highest_used)
-            self._runner.copy_blocks(plan.pieces)
+            if not plan.num_repeats:  # else they are those that run, and write into blocks of their own
+                self._scheduler.in_step |= {piece.sequence for piece in plan.pieces}
+                self._runner.copy_blocks(plan.pieces)
             return EngineStep(plan, started_ns, self.exports.begin(plan))
 
     def run_step(self, step: EngineStep) -> None:
@@ -356,6 +357,7 @@ class Engine:
             arrangement=self.kv_arrangement,
             others=self.ranks_with_pools,
             adapter_slots=self.adapters.slots,
+            has_speculator=self.speculator is not None,
             pooler=None if self._final_norm is None else Pooler(self._final_norm, hidden_size),
         )
 
@@ -458,9 +460,10 @@ class Engine:
             self._overlap.note_refusal(plan)
         return plan
 
-    def _drafts(self, running: list[EngineSequence], *, has_prompts: bool) -> Mapping[EngineSequence, Draft]:
+    def _drafts(self, running: list[EngineSequence], *, has_waiting: bool) -> Mapping[EngineSequence, Draft]:
         if self.speculator is None:
             return {}
+        has_prompts = has_waiting or not all([sequence.is_going_on for sequence in running])
         with self._lock:
             handed_over, self._handed_over = self._handed_over, []
         for sequence, hidden in handed_over:

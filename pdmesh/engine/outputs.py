@@ -25,8 +25,7 @@ class FinishReason(enum.Enum):
     PREEMPTED = "preempted"  # prefill_only: other sequences took its blocks before it was released; it has no token of its own
 
 
-@dataclass(frozen=True)
-class SequenceUpdate:
+class SequenceUpdate(NamedTuple):
     """Hold new tokens of one choice. `index` is the index of the first among the choice's outputs, from 0."""
 
     request_id: str
@@ -186,6 +185,11 @@ class StartClock:
         self._since_ns = ended_ns
         self._num_computed_tokens += num_tokens
         self._num_steps += 1
+
+    @property
+    def is_running(self) -> bool:
+        """Return whether the request has not started yet."""
+        return self._is_running
 
     def try_stop(self, request_id: str, *, drew_token: bool) -> RequestStarted | None:
         """Stop the clock if the request has now started, and report that once."""

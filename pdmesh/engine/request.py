@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pdmesh.adapter_id import AdapterId
 from pdmesh.engine.kv_cache.retention import Retention
@@ -56,21 +57,38 @@ class EngineRequest:
 # When a choice ends: one pure rule, the same wherever a token was drawn
 
 
-def finish_reason(
-    params: SamplingParams, *, prompt_length: int, output: Sequence[int], eos_token_ids: Collection[int], max_context: int
-) -> FinishReason | None:
-    """Return why a choice with this output ends with its last token; None if it continues. `max_context` counts prompt and
-    output.
+class EndRule(NamedTuple):
+    """Hold what ends the choices of a request in one engine.
 
     Before `min_tokens` tokens nothing stops a choice (the sampler masks end and stop tokens there) except the end of the context.
     """
-    if not output:
-        return None
-    if len(output) > params.min_tokens and stops(params, output[-1], eos_token_ids):
-        return FinishReason.STOP
-    if len(output) >= params.max_tokens or prompt_length + len(output) >= max_context:
-        return FinishReason.LENGTH
-    return None
+
+    min_tokens: int
+    max_tokens: int  # of output, as the request asks or as the context leaves room
+    ends: frozenset[int]  # tokens that stop a choice
+
+    @classmethod
+    def of(cls, params: SamplingParams, *, prompt_length: int, eos_token_ids: Collection[int], max_context: int) -> EndRule:
+        """Return the rule. `max_context` counts prompt and output."""
+        most = min(params.max_tokens, max_context - prompt_length)
+        return cls(params.min_tokens, most, end_tokens(params, frozenset(eos_token_ids)))
+
+    def reason(self, output: Sequence[int]) -> FinishReason | None:
+        """Return why a choice with this output ends with its last token; None if it continues."""
+        if not output:
+            return None
+        num_tokens = len(output)
+        if output[-1] in self.ends and num_tokens > self.min_tokens:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if num_tokens >= self.max_tokens else None
+
+
+def finish_reason(
+    params: SamplingParams, *, prompt_length: int, output: Sequence[int], eos_token_ids: Collection[int], max_context: int
+) -> FinishReason | None:
+    """Return `EndRule.reason` of one output."""
+    rule = EndRule.of(params, prompt_length=prompt_length, eos_token_ids=eos_token_ids, max_context=max_context)
+    return rule.reason(output)
 
 
 def stops(params: SamplingParams, token_id: int, eos_token_ids: Collection[int]) -> bool:

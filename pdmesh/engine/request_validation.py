@@ -9,7 +9,7 @@ from pdmesh.engine.errors import InvalidRequest, RequestTooLarge
 from pdmesh.engine.kv_cache.block_pool import num_blocks_for
 from pdmesh.engine.kv_cache.retention import MAX_SECONDS
 from pdmesh.engine.outputs import FinishReason
-from pdmesh.engine.request import EngineRequest, finish_reason
+from pdmesh.engine.request import EndRule, EngineRequest
 from pdmesh.engine.scheduler.sequence import unfinished_choices
 
 
@@ -25,15 +25,18 @@ class Limits:
     eos_token_ids: Collection[int]
     can_pool: bool = False  # embeddings can be computed
 
-    def finish_reason(self, request: EngineRequest, output: Sequence[int]) -> FinishReason | None:
-        """Return why a choice of the request with this output has ended, or None."""
-        return finish_reason(
+    def end_rule(self, request: EngineRequest) -> EndRule:
+        """Return what ends the choices of the request."""
+        return EndRule.of(
             request.sampling,
             prompt_length=len(request.prompt),
-            output=output,
             eos_token_ids=self.eos_token_ids,
             max_context=self.max_context,
         )
+
+    def finish_reason(self, request: EngineRequest, output: Sequence[int]) -> FinishReason | None:
+        """Return why a choice of the request with this output has ended, or None."""
+        return self.end_rule(request).reason(output)
 
 
 def check_request(request: EngineRequest, limits: Limits) -> None:

@@ -136,6 +136,25 @@ class BlockManager:
         self.grow(sequence, sequence.num_computed + num_tokens)
         return copies
 
+    def extend_decoding(self, sequences: Tokens[Sequence]) -> bool:
+        """Make the next token of each sequence writable, as `extend` does; False, and nothing changed, where one of them has not
+        just one token to compute, would write into a shared block, or where there are too few free blocks."""
+        growing = []
+        for sequence in sequences:
+            if sequence.num_remaining != 1:
+                return False
+            index = sequence.num_computed // self._block_size
+            if index == len(sequence.block_ids):
+                growing.append(sequence)
+            elif self.pool.ref_count(sequence.block_ids[index]) > 1:
+                return False
+        blocks = self.pool.allocate(len(growing)) if growing else []
+        if blocks is None:
+            return False
+        for sequence, block_id in zip(growing, blocks, strict=True):
+            sequence.block_ids.append(block_id)
+        return True
+
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Append blocks until they hold `num_tokens` tokens in all; False, and nothing changed, if there are too few."""
         blocks = self.pool.allocate(max(0, self.num_blocks_for(num_tokens) - len(sequence.block_ids)))

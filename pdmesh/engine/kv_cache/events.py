@@ -75,6 +75,8 @@ class KVEvents:
 
     def begin(self, plan: SchedulerOutput) -> LayerReadiness | None:
         """Begin a step; return the signal for its model, or None when no reader needs its layers."""
+        if plan.num_repeats:  # a prefill_only request has only one step that draws
+            return self.begin_with(())
         return self.begin_with(
             tuple(
                 KVReady(

@@ -6,11 +6,12 @@ their own positions; comparing the draws with the draft decides which of them co
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from array import array
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Sequence_
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
@@ -22,13 +23,14 @@ from pdmesh.engine.kv_cache.block_pool import num_blocks_for
 from pdmesh.engine.kv_cache.events import LayerReadiness
 from pdmesh.engine.kv_cache.moves import copy_blocks, indices_for, move_slots
 from pdmesh.engine.runner.batch import StepBatch, Tail
+from pdmesh.engine.runner.decode_batch import DecodeBatch
 from pdmesh.engine.runner.pooling import Pooler
 from pdmesh.engine.runner.prompt_scores import take_scores
 from pdmesh.engine.sampling.grammar import Bits
 from pdmesh.engine.sampling.sampler import SampledToken, SampleRow
 from pdmesh.engine.scheduler.scheduler import ScheduledSequence, SchedulerOutput
 from pdmesh.engine.scheduler.sequence import Sequence
-from pdmesh.engine.speculation.draft import ROOT, Verified
+from pdmesh.engine.speculation.draft import NOTHING, ROOT, Verified
 from pdmesh.engine.speculation.guarded_proposer import allowed_on_tree
 
 _HOST = torch.device("cpu")
@@ -58,8 +60,7 @@ class OtherPools(Protocol):
     def move_slots(self, sources: Sequence_[int], targets: Sequence_[int]) -> None: ...
 
 
-@dataclass(frozen=True)
-class SampledOutput:
+class SampledOutput(NamedTuple):
     """Hold new tokens of one choice: one, or one more than were accepted of its draft."""
 
     choice: int
@@ -84,10 +85,14 @@ class ModelRunner:
         others: OtherPools | None = None,
         adapter_slots: Mapping[AdapterId, int] = MappingProxyType({}),
         pooler: Pooler | None = None,
+        has_speculator: bool = True,
     ) -> None:
         """`hidden_size` of the hidden states that each draw returns; None: they are not needed. `arrangement` of the
         pool, see kvtransfer/conversion.py. `others`: pools that have to follow this one. `adapter_slots`: where
-        adapters are loaded now, which may change between steps. `pooler`: what makes embeddings; None: no request has pooling."""
+        adapters are loaded now, which may change between steps. `pooler`: what makes embeddings; None: no request has pooling.
+        `has_speculator` False: nothing reads `SampledOutput.verified` of steps without drafts."""
+        self._has_speculator = has_speculator
+        self._kept: KeptInput | None = None
         self._pooler = pooler
         self._adapter_slots = adapter_slots
         self._others = others
@@ -104,6 +109,8 @@ class ModelRunner:
     ) -> dict[Sequence, list[SampledOutput]]:
         """Compute the scheduled sequences, whose blocks have been copied; return the draws of those that reach their end.
         `keep_hidden`: the hidden states of this step are needed, if they are ever."""
+        if plan.num_repeats and not (keep_hidden and self._hidden_size is not None):
+            return self._run_again(plan)
         pieces = plan.pieces
         batch = self.batch_of(pieces)
         if self._pooler is not None and any(piece.sequence.group.request.pooling for piece in pieces):
@@ -113,6 +120,21 @@ class ModelRunner:
         hidden = torch.empty((len(batch.logits_rows), self._hidden_size), dtype=torch.float32, device=self._kv.device)
         return self._draw(pieces, self._model.forward(batch, self._kv, signal, hidden), hidden)
 
+    def _run_again(self, plan: SchedulerOutput) -> dict[Sequence, list[SampledOutput]]:
+        """Run a plan of sequences that decode once more, with the input of the step before."""
+        kept = self._kept
+        if kept is None or kept.plan is not plan:
+            kept = self._kept = KeptInput(plan, [self._sample_row(owner) for owner in _owners(plan.pieces)])
+        batch = kept.batch_of_next(self._kv.shape[3], self._adapter_slots)
+        tokens = self._sampler.sample(self._model.forward(batch, self._kv), kept.rows_of_next())
+        return {
+            sequence: [SampledOutput(sequence.choices[0], (token,), self._verified_alone(token))]
+            for sequence, token in zip(kept.sequences, tokens, strict=True)
+        }
+
+    def _verified_alone(self, token: SampledToken) -> Verified | None:
+        return Verified(NOTHING, (token.token_id,)) if self._has_speculator else None
+
     def _run_pooling(
         self, pieces: list[ScheduledSequence], batch: StepBatch, signal: LayerReadiness | None, pooler: Pooler
     ) -> dict[Sequence, list[SampledOutput]]:
@@ -121,7 +143,7 @@ class ModelRunner:
         pooled = pooler.take(pieces, hidden)
         draws = self._draw(pieces, logits, None if self._hidden_size is None else hidden)
         for sequence, embedding in pooled.items():
-            draws[sequence] = [replace(draw, pooled=embedding) for draw in draws[sequence]]
+            draws[sequence] = [draw._replace(pooled=embedding) for draw in draws[sequence]]
         return draws
 
     @property
@@ -134,18 +156,20 @@ class ModelRunner:
 
     def adapters_of(self, pieces: list[ScheduledSequence]) -> tuple[int, ...]:
         """Return `StepBatch.adapter_slots` of sequences with one part each."""
-        return _slots_of(pieces, self._adapter_slots) if self._adapter_slots else ()
+        return _slots_of([piece.sequence for piece in pieces], self._adapter_slots)
 
-    @torch.inference_mode()
     def copy_blocks(self, pieces: list[ScheduledSequence]) -> None:
         """Copy the blocks that have to be copied before the step writes. Until it returns, no freed block may be granted."""
         copies = [copy for piece in pieces for copy in piece.copies]
         if copies:
-            # All sources are read before any target is written: a source may have been freed and be a target by now.
-            sources, targets = [copy.source for copy in copies], [copy.target for copy in copies]
-            copy_blocks(self._kv, sources, targets)
-            if self._others is not None:
-                self._others.copy_blocks(sources, targets)
+            self._copy([copy.source for copy in copies], [copy.target for copy in copies])
+
+    @torch.inference_mode()
+    def _copy(self, sources: list[int], targets: list[int]) -> None:
+        # All sources are read before any target is written: a source may have been freed and be a target by now.
+        copy_blocks(self._kv, sources, targets)
+        if self._others is not None:
+            self._others.copy_blocks(sources, targets)
 
     def _draw(
         self, pieces: list[ScheduledSequence], logits: Tensor, hidden: Tensor | None
@@ -208,6 +232,33 @@ class ModelRunner:
         )
 
 
+class KeptInput:
+    """Keep the batch and the rows of a plan that is repeated (`SchedulerOutput.num_repeats`)."""
+
+    def __init__(self, plan: SchedulerOutput, rows: list[SampleRow]) -> None:
+        """`rows`: one for each sequence of the plan, which the draws change in place."""
+        self.plan, self.sequences = plan, plan.sequences
+        self._rows = rows
+        self._has_grammar = any(sequence.group.request.grammar is not None for sequence in self.sequences)
+        self._batch: DecodeBatch | None = None
+
+    def batch_of_next(self, block_size: int, adapter_slots: Mapping[AdapterId, int]) -> DecodeBatch:
+        """Return the batch of the sequences' next tokens. `adapter_slots`: where adapters are loaded now."""
+        slots, batch = _slots_of(self.sequences, adapter_slots), self._batch
+        if batch is None or batch.adapter_slots != slots or not batch.advance(self.sequences, block_size):
+            batch = self._batch = DecodeBatch.of(self.sequences, block_size, slots)
+        return batch
+
+    def rows_of_next(self) -> list[SampleRow]:
+        """Return what the draws behind those tokens need."""
+        for row in self._rows:
+            row.index = len(row.output)
+        if self._has_grammar:
+            for row, sequence in zip(self._rows, self.sequences, strict=True):
+                [row.allowed] = allowed_on_tree(sequence, NOTHING)
+        return self._rows
+
+
 class _Owner(NamedTuple):
     """The owner of a row of logits: a choice, behind its last known token (`node` ROOT) or behind one of its draft's."""
 
@@ -244,27 +295,31 @@ def build_batch(
     owned = [(piece, part) for piece in pieces for part in _parts(piece, block_size)]
     parts = [part for _, part in owned]
     query_starts = [0, *accumulate(len(part.token_ids) for part in parts)]
+    positions = chain.from_iterable(range(part.context_len - len(part.token_ids), part.context_len) for part in parts)
     return StepBatch(
-        token_ids=torch.tensor([token for part in parts for token in part.token_ids], dtype=torch.int64, device=device),
-        positions=torch.tensor(
-            [p for part in parts for p in range(part.context_len - len(part.token_ids), part.context_len)],
-            dtype=torch.int64,
-            device=device,
-        ),
-        slot_mapping=torch.tensor([slot for part in parts for slot in part.slots], dtype=torch.int64, device=device),
+        token_ids=_int64s(chain.from_iterable(part.token_ids for part in parts), device),
+        positions=_int64s(positions, device),
+        slot_mapping=_int64s(chain.from_iterable(part.slots for part in parts), device),
         query_starts=query_starts,
         context_lens=[part.context_len for part in parts],
         block_tables=[part.blocks for part in parts],
-        logits_rows=torch.tensor(_logits_rows(parts, query_starts), dtype=torch.int64, device=device),
+        logits_rows=_int64s(_logits_rows(parts, query_starts), device),
         tails={index: part.tail for index, part in enumerate(parts) if part.tail is not None},
-        adapter_slots=_slots_of([piece for piece, _ in owned], adapter_slots) if adapter_slots else (),
+        adapter_slots=_slots_of([piece.sequence for piece, _ in owned], adapter_slots),
     )
 
 
-def _slots_of(pieces: list[ScheduledSequence], slots: Mapping[AdapterId, int]) -> tuple[int, ...]:
+def _int64s(numbers: Iterable[int], device: torch.device) -> Tensor:
+    numbers = array("q", numbers)
+    return (torch.frombuffer(numbers, dtype=torch.int64) if numbers else torch.empty(0, dtype=torch.int64)).to(device)
+
+
+def _slots_of(sequences: Sequence_[Sequence], slots: Mapping[AdapterId, int]) -> tuple[int, ...]:
     """Return the slot of each sequence's adapter, -1 without one; empty where none has one."""
-    adapters = [piece.sequence.group.request.adapter for piece in pieces]
-    return tuple(-1 if each is None else slots[each] for each in adapters) if any(adapters) else ()
+    if not slots:
+        return ()
+    adapters = [sequence.group.request.adapter for sequence in sequences]
+    return tuple([-1 if each is None else slots[each] for each in adapters]) if any(adapters) else ()
 
 
 class _Part(NamedTuple):

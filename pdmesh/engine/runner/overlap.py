@@ -35,7 +35,6 @@ from pdmesh.engine.kv_cache.block_manager import BlockManager
 from pdmesh.engine.kv_cache.events import LayerReadiness
 from pdmesh.engine.loader.loader import LoadedModel
 from pdmesh.engine.memory import effective_max_context
-from pdmesh.engine.request import finish_reason
 from pdmesh.engine.runner.batch import StepBatch
 from pdmesh.engine.runner.model_runner import ForwardModel, ModelRunner, SampledOutput, TokenSampler
 from pdmesh.engine.sampling.sampler import SampledToken, SampleRow, Unseen
@@ -207,15 +206,8 @@ class OverlapScheduler:
     def _is_last(self, sequence: Sequence) -> bool:
         """Return whether the choice ends with the token that is drawn now, whatever it is."""
         request = sequence.group.request
-        output = [*sequence.output, -1]  # a token that cannot stop it
-        reason = finish_reason(
-            request.sampling,
-            prompt_length=len(request.prompt),
-            output=output,
-            eos_token_ids=(),
-            max_context=self._max_context,
-        )
-        return reason is not None
+        most = min(request.sampling.max_tokens, self._max_context - len(request.prompt))
+        return len(sequence.output) + 1 >= most
 
     def _extended(self, pieces: list[ScheduledSequence]) -> list[ScheduledSequence] | None:
         """Return the scheduled sequences with blocks for one token behind those that are computed now; None: there are not enough

@@ -125,9 +125,9 @@ def record_of(params: SamplingParams, type_: np.dtype[np.void]) -> NDArray[np.vo
     return record
 
 
-@dataclass(frozen=True)
+@dataclass
 class SampleRow:
-    """Describe what one row of logits is for."""
+    """Describe what one row of logits is for. A caller that keeps it from step to step sets `index` and `allowed` anew."""
 
     params: SamplingParams
     choice: int

@@ -11,8 +11,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from pdmesh.adapter_id import AdapterId
 from pdmesh.engine.errors import DuplicateRequest, InvalidRequest, InvalidState, UnknownAdapter, UnknownRequest
@@ -26,8 +26,7 @@ from pdmesh.engine.scheduler.scheduler import Scheduler
 from pdmesh.engine.scheduler.sequence import Phase, Sequence, SequenceGroup
 
 
-@dataclass(frozen=True)
-class NewTokens:
+class NewTokens(NamedTuple):
     """Hold the new tokens of a choice: drawn tokens, then tokens that its grammar forces. `finish_reason` None: it continues."""
 
     token_ids: tuple[int, ...]
@@ -131,6 +130,18 @@ class RequestTable:
         branches = {branch.choices[0]: branch for branch in self._branches(sequence)}
         return {choice: self._take_drawn(branches[choice], token_ids) for choice, token_ids in tokens.items()}
 
+    def take_token(self, sequence: Sequence, token_id: int) -> NewTokens:
+        """Continue a sequence of one choice, whose known tokens are all computed, with one drawn token; it may end."""
+        if sequence.group.request.grammar is not None or sequence.num_unreported:
+            return self._take_drawn(sequence, (token_id,))
+        reason = self._append(sequence, token_id)
+        if reason is FinishReason.ERROR:
+            self._allocator.withdraw(sequence)
+        if reason is not None:
+            self._retire(sequence)
+        is_drawn = reason is not FinishReason.ERROR
+        return NewTokens((token_id,) if is_drawn else (), reason, int(is_drawn))
+
     def hold_for_transfer(self, sequence: Sequence, tokens: Mapping[int, tuple[int, ...]]) -> dict[int, NewTokens]:
         """Hold a prefill_only request after its first tokens: its blocks stay for the push that reads their KV. The decode worker
         finds the tokens that a grammar forces after the first one."""
@@ -200,7 +211,10 @@ class RequestTable:
     def _reason(self, sequence: Sequence, output: list[int]) -> FinishReason | None:
         """Return the finish reason after `output`. STOP means that a constrained output is complete; if its grammar was lost, the
         reason is LENGTH."""
-        reason = self._limits.finish_reason(sequence.group.request, output)
+        group = sequence.group
+        if group.end_rule is None:
+            group.end_rule = self._limits.end_rule(group.request)
+        reason = group.end_rule.reason(output)
         return FinishReason.LENGTH if reason is FinishReason.STOP and sequence.lost_grammar else reason
 
     def _retire(self, branch: Sequence) -> None:

@@ -211,13 +211,18 @@ class ScheduledSequence:
 
 
 class SchedulerOutput:
-    """Hold one step's work, in the order in which it was planned."""
+    """Hold one step's work, in the order in which it was planned.
+
+    The next step may have the same plan, while the same sequences decode a token each. So what a step keeps for the next one,
+    it keeps by the plan (`num_repeats`).
+    """
 
     def __init__(self, budget: int, num_prompt_rows_left: int = 1) -> None:
         """`num_prompt_rows_left`: rows of logits that tokens of prompts may have which do not draw."""
         self.budget = budget
         self.num_prompt_rows_left = num_prompt_rows_left
         self.preempted: set[Sequence] = set()
+        self.num_repeats = 0  # steps before this one that had the same plan
         self._pieces: dict[Sequence, ScheduledSequence] = {}
 
     @property
@@ -225,8 +230,27 @@ class SchedulerOutput:
         return list(self._pieces.values())
 
     @property
+    def sequences(self) -> list[Sequence]:
+        return list(self._pieces)
+
+    @property
     def num_tokens(self) -> int:
-        return sum(piece.num_rows for piece in self._pieces.values())
+        if self.num_repeats:
+            return len(self._pieces)
+        return sum([piece.num_rows for piece in self._pieces.values()])
+
+    @property
+    def is_decode(self) -> bool:
+        """Return whether each sequence decodes: one choice, whose last token is computed, without a copy and without a draft.
+        Call it before the step's tokens count as computed."""
+        return all(
+            piece.num_tokens == 1
+            and piece.sequence.is_decoding
+            and piece.sequence.is_going_on
+            and len(piece.sequence.choices) == 1
+            and not (piece.copies or piece.draft)
+            for piece in self._pieces.values()
+        )
 
     def chunk(self, sequence: Sequence, most: int) -> int:
         """Return how many of the sequence's tokens the step can take, `most` at most."""
@@ -266,6 +290,7 @@ class Scheduler:
         self.in_step: frozenset[Sequence] = frozenset()  # those that the step under way computes, or may plan to compute
         self.num_preemptions = 0
         self._equal = EqualPrompts(allocator)
+        self._repeatable: tuple[SchedulerOutput, list[Sequence]] | None = None  # the last plan, if it may be the next one, too
         self._allocator = allocator
         self._pacer = pacer or TpotLimiter()
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -291,12 +316,32 @@ class Scheduler:
 
         `drafts`: drafts of running sequences. An empty plan means that no sequence can advance until blocks are released.
         """
+        if not drafts and (repeated := self._repeated(now_ns)) is not None:
+            return repeated
+        plan = self._new_plan(now_ns, drafts or {})
+        is_repeatable = bool(self.running) and not self.waiting and plan.sequences == self.running and plan.is_decode
+        self._repeatable = (plan, plan.sequences) if is_repeatable else None
+        return plan
+
+    def _repeated(self, now_ns: int) -> SchedulerOutput | None:
+        """Return the last plan where a new one would be the same: the same sequences decode, into blocks of their own, and no
+        request waits. None: plan anew."""
+        if self._repeatable is None or self.waiting:
+            return None
+        plan, sequences = self._repeatable
+        if sequences != self.running or not self._allocator.extend_decoding(sequences):
+            return None
+        self._pacer.start(sequences, now_ns)
+        plan.num_repeats += 1
+        return plan
+
+    def _new_plan(self, now_ns: int, drafts: Mapping[Sequence, Draft]) -> SchedulerOutput:
         decoding = [sequence for sequence in self.running if sequence.is_going_on]
         plan = SchedulerOutput(self._max_num_batched_tokens, max(1, self._max_logits_rows - len(decoding)))
         self._equal = EqualPrompts(self._allocator)
         prompts = self._equal.leading(sequence for sequence in self.running if not sequence.is_going_on)
         self._plan_all(decoding, plan)
-        self._plan_drafts(drafts or {}, plan, beside_prompts=bool(prompts or self.waiting))
+        self._plan_drafts(drafts, plan, beside_prompts=bool(prompts or self.waiting))
         self._limit_prompts(plan, decoding, prompts or self.waiting, now_ns)
         self._plan_short_prompts(prompts, plan)
         self._plan_all([prompt for prompt in prompts if plan.piece_of(prompt) is None], plan)

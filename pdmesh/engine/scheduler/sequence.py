@@ -13,7 +13,7 @@ import enum
 from typing import Any
 
 from pdmesh.engine.outputs import StartClock, TokenLogprobs
-from pdmesh.engine.request import EngineRequest, Pooling
+from pdmesh.engine.request import EndRule, EngineRequest, Pooling
 from pdmesh.engine.sampling.grammar import Grammar, Matcher, MatcherTree
 
 
@@ -195,6 +195,7 @@ class SequenceGroup:
         self.arrival = arrival
         self.phase = phase
         self.clock = clock  # None while reserved
+        self.end_rule: EndRule | None = None  # made with its first token here
         self.retention = request.retention  # None from when its session was released on, unless it is final
         self.sequences = [self._first_sequence()]
 

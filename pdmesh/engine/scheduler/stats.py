@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from pdmesh.engine.kv_cache.block_manager import BlockManager
 from pdmesh.engine.outputs import EngineStats, KVReady, RequestStarted, SequenceUpdate, StepResult, StepWork, TokenLogprobs
@@ -131,12 +131,9 @@ class OutputProcessor:
         self, plan: SchedulerOutput, draws: dict[Sequence, list[SampledOutput]], started_ns: int, ready: tuple[KVReady, ...] = ()
     ) -> StepResult:
         """Apply a step; all its scheduled sequences are computed."""
-        pieces = plan.pieces
-        work = work_of(pieces)
+        work, updates = self._continue(plan, draws) if plan.num_repeats else self._apply(plan.pieces, draws)
         self._counters.num_steps += 1
-        self._counters.num_prefilled_tokens += _num_left_to_prefill(pieces)
-        updates = [update for piece in pieces for update in self._advance(piece, draws.get(piece.sequence, []))]
-        self._counters.num_generated_tokens += sum(len(update.token_ids) for update in updates)
+        self._counters.num_generated_tokens += sum([len(update.token_ids) for update in updates])
         ended_ns = time.monotonic_ns()
         return StepResult(
             step=self._counters.num_steps,
@@ -145,10 +142,36 @@ class OutputProcessor:
             num_tokens=plan.num_tokens,
             work=work,
             updates=tuple(updates),
-            started=tuple(_started(plan, draws, started_ns, ended_ns)),
+            # The requests of a repeated plan started with a step before it.
+            started=() if plan.num_repeats else tuple(_started(plan, draws, started_ns, ended_ns)),
             ready=ready,
             stats=self._stats.take_if_due(ended_ns),
         )
+
+    def _apply(
+        self, pieces: list[ScheduledSequence], draws: dict[Sequence, list[SampledOutput]]
+    ) -> tuple[StepWork, list[SequenceUpdate]]:
+        work = work_of(pieces)
+        self._counters.num_prefilled_tokens += _num_left_to_prefill(pieces)
+        return work, [update for piece in pieces for update in self._advance(piece, draws.get(piece.sequence, []))]
+
+    def _continue(
+        self, plan: SchedulerOutput, draws: dict[Sequence, list[SampledOutput]]
+    ) -> tuple[StepWork, list[SequenceUpdate]]:
+        """Apply a repeated plan: each of its sequences decodes, and draws a token."""
+        updates, context = [], 0
+        for sequence, [draw] in draws.items():
+            index = len(sequence.output) - sequence.num_unreported
+            sequence.num_computed += 1
+            context += sequence.num_computed
+            self._allocator.publish(sequence)
+            [token] = draw.tokens
+            new_tokens = self._table.take_token(sequence, token.token_id)
+            request_id, logprobs = sequence.group.request.request_id, _logprobs(draw, new_tokens.num_drawn)
+            updates.append(
+                SequenceUpdate(request_id, draw.choice, index, new_tokens.token_ids, logprobs, new_tokens.finish_reason)
+            )
+        return StepWork(0, 0, len(updates), context), updates
 
     def _advance(self, piece: ScheduledSequence, draws: list[SampledOutput]) -> list[SequenceUpdate]:
         sequence, index = piece.sequence, len(piece.sequence.output) - piece.sequence.num_unreported
@@ -160,7 +183,7 @@ class OutputProcessor:
         new_tokens = proceed(sequence, {draw.choice: tuple([token.token_id for token in draw.tokens]) for draw in draws})
         updates = [_update(piece, index, draw, new_tokens[draw.choice]) for draw in draws]
         if sequence.prompt_logprobs:
-            updates[0] = replace(updates[0], prompt_logprobs=tuple(sequence.prompt_logprobs))
+            updates[0] = updates[0]._replace(prompt_logprobs=tuple(sequence.prompt_logprobs))
             sequence.prompt_logprobs = []
         return updates
 
@@ -223,6 +246,8 @@ def _started(
     started = []
     for group, pieces in pieces_of.items():
         assert group.clock is not None, "a scheduled request is active, so its clock was opened"
+        if not group.clock.is_running:
+            continue
         num_tokens = sum(piece.num_tokens for piece in pieces)
         first = pieces[0].sequence
         group.clock.found(num_rounded_tokens=first.num_rounded, is_exact=all(piece.sequence.is_exact for piece in pieces))

@@ -18,6 +18,7 @@ from pdmesh.engine.kv_cache.events import LayerReadiness
 from pdmesh.engine.models.config import ExpertsConfig, LatentConfig, ModelConfig, missing_part
 from pdmesh.engine.models.decoder import shortened
 from pdmesh.engine.runner.batch import StepBatch, Tail
+from pdmesh.engine.runner.decode_batch import DecodeBatch
 
 # Part of the numeric mode: raise it with every change of the kernels that changes bits of a logit or the layout of KV blocks,
 # and with every change of the quantization of weights.
@@ -275,6 +276,35 @@ class PackedWeights:
         return sum(layer.bytes_per_step for layer in self.layers) + self.head.num_bytes
 
 
+class PackedStep:
+    """Hold a batch as the kernels read it: `struct`, and the numbers that it points to. What is not the batch's is not set."""
+
+    def __init__(self, batch: StepBatch, adapters: abi.AdapterTable | None) -> None:
+        """`adapters`: what the batch's slots name; None: no sequence has one."""
+        self.batch, self.adapters = batch, adapters
+        self._starts, self._lens, self._blocks, self._first_blocks = _tables(batch)
+        self._tails = _tails(batch.tails)
+        self._slots = _int32(batch.adapter_slots)
+        self.struct = abi.Step(
+            num_tokens=batch.num_tokens,
+            num_seqs=batch.num_seqs,
+            num_rows=len(batch.logits_rows),
+            token_ids=batch.token_ids.data_ptr(),
+            positions=batch.positions.data_ptr(),
+            slots=batch.slot_mapping.data_ptr(),
+            query_starts=_start(self._starts),
+            context_lens=_start(self._lens),
+            blocks=_start(self._blocks),
+            block_starts=_start(self._first_blocks),
+            logits_rows=batch.logits_rows.data_ptr(),
+            tails=_start(self._tails[0]) if batch.tails else None,
+            tail_slots=_start(self._tails[1]) if batch.tails else None,
+            num_tails=len(batch.tails),
+            adapter_slots=None if adapters is None else _start(self._slots),
+            adapters=None if adapters is None else adapters.maps,
+        )
+
+
 class NativeModel:
     """Run a model on the CPU kernels. Bits of a token's logits depend on its sequence alone (see gemm.h, attention.h).
 
@@ -300,6 +330,7 @@ class NativeModel:
         self.adapters: abi.AdapterTable | None = None  # what the slots of a batch's adapters name
         self._library = library
         self._kv_dtype, self._block_size, self._num_threads = kv_dtype, block_size, num_threads
+        self._kept_step: PackedStep | None = None  # of the last DecodeBatch
         self._expert_counts = [_counts(layer) for layer in weights.layers]
         # The engine reads them in every step.
         self._experts = [
@@ -360,40 +391,28 @@ class NativeModel:
         logits = torch.empty((len(batch.logits_rows), self.config.vocab_size), dtype=torch.float32)
         if hidden is not None:
             _check_hidden(hidden, (len(batch.logits_rows), self.config.hidden_size))
-        lists = _int32(batch.query_starts), _int32(batch.context_lens), _int32(list(chain.from_iterable(batch.block_tables)))
-        starts = _int32([0, *accumulate(map(len, batch.block_tables))][:-1])
-        tails = _tails(batch.tails)
-        adapters = self._adapters_of(batch)
-        step = abi.Step(
-            batch.num_tokens,
-            batch.num_seqs,
-            len(batch.logits_rows),
-            batch.token_ids.data_ptr(),
-            batch.positions.data_ptr(),
-            batch.slot_mapping.data_ptr(),
-            *(numbers.buffer_info()[0] for numbers in (*lists, starts)),
-            batch.logits_rows.data_ptr(),
-            kv.data_ptr(),
-            kv.shape[2],
-            logits.data_ptr(),
-            _address(hidden),
-            None if self.profile is None else ctypes.pointer(self.profile),
-            *((None, -1, 1) if signal is None else (signal.address, signal.fd, signal.every)),
-            *(numbers.buffer_info()[0] if numbers else None for numbers in tails),
-            len(batch.tails),
-            *((None, None) if adapters is None else (adapters[0].buffer_info()[0], adapters[1].maps)),
+        step = self._step_of(batch).struct
+        step.kv, step.num_blocks, step.logits, step.hidden = kv.data_ptr(), kv.shape[2], logits.data_ptr(), _address(hidden)
+        step.profile = None if self.profile is None else ctypes.pointer(self.profile)
+        step.layers_done, step.signal_fd, step.signal_every = (
+            (None, -1, 1) if signal is None else (signal.address, signal.fd, signal.every)
         )
         if self._library.pdmesh_engine_step(self._handle, ctypes.byref(step)):
             raise MemoryError(f"no memory for the buffers of a step of {batch.num_tokens} tokens; lower max_num_batched_tokens")
         return logits
 
-    def _adapters_of(self, batch: StepBatch) -> tuple[array[int], abi.AdapterTable] | None:
-        """Return the slot of each sequence, and what lies there; None where no sequence has an adapter."""
-        if max(batch.adapter_slots, default=-1) < 0:
-            return None
-        table = self.adapters or abi.AdapterTable(0)
-        table.check(batch.adapter_slots)
-        return _int32(batch.adapter_slots), table
+    def _step_of(self, batch: StepBatch) -> PackedStep:
+        """Return the batch for the kernels: what was made for it in the step before, if its tensors are kept."""
+        slots = batch.adapter_slots
+        adapters = None if max(slots, default=-1) < 0 else self.adapters or abi.AdapterTable(0)
+        if adapters is not None:
+            adapters.check(slots)
+        if not isinstance(batch, DecodeBatch):
+            return PackedStep(batch, adapters)
+        kept = self._kept_step
+        if kept is None or kept.batch is not batch or kept.adapters is not adapters:
+            kept = self._kept_step = PackedStep(batch, adapters)
+        return kept
 
     def _descriptor(self, block_size: int) -> abi.Model:
         config, weights = self.config, self.weights
@@ -523,6 +542,21 @@ def _check_hidden(hidden: Tensor, shape: tuple[int, int]) -> None:
     if hidden.dtype != torch.float32 or hidden.device.type != "cpu" or hidden.shape != shape or not hidden.is_contiguous():
         given = f"{hidden.dtype} {tuple(hidden.shape)} on {hidden.device} with strides {hidden.stride()}"
         raise ValueError(f"hidden: {given}; it must be contiguous float32 {shape} on the cpu")
+
+
+def _tables(batch: StepBatch) -> tuple[array[int] | Tensor, ...]:
+    """Return the query starts, the context lengths, all block tables, and where each begins there; as int32."""
+    starts = _int32(batch.query_starts)
+    if isinstance(batch, DecodeBatch):
+        count, row = batch.native_tables.shape
+        return starts, batch.native_lens, batch.native_tables, _int32(range(0, count * row, row))
+    tables = batch.block_tables
+    blocks, rows = _int32(list(chain.from_iterable(tables))), _int32([0, *accumulate(map(len, tables))][:-1])
+    return starts, _int32(batch.context_lens), blocks, rows
+
+
+def _start(numbers: array[int] | Tensor) -> int:
+    return numbers.data_ptr() if isinstance(numbers, Tensor) else numbers.buffer_info()[0]
 
 
 def _tails(tails: dict[int, Tail]) -> tuple[array[int], array[int]]:
