@@ -391,7 +391,8 @@ class NativeModel:
         logits = torch.empty((len(batch.logits_rows), self.config.vocab_size), dtype=torch.float32)
         if hidden is not None:
             _check_hidden(hidden, (len(batch.logits_rows), self.config.hidden_size))
-        step = self._step_of(batch).struct
+        packed = self._step_of(batch)  # it owns what the struct points to
+        step = packed.struct
         step.kv, step.num_blocks, step.logits, step.hidden = kv.data_ptr(), kv.shape[2], logits.data_ptr(), _address(hidden)
         step.profile = None if self.profile is None else ctypes.pointer(self.profile)
         step.layers_done, step.signal_fd, step.signal_every = (
