@@ -26,6 +26,7 @@ from pdmesh.engine.scheduler.sequence import Sequence
 from pdmesh.sampling_params import SamplingParams
 from tests.support.ahead_model import AheadMock
 from tests.support.guesser import Guesser
+from tests.support.kept_input import KeptWatch
 from tests.support.mock_engine import Answer, Collector, FreeRows, answer, hash_block, make_engine, run_to_end, write_kv
 
 MAX_CONTEXT = 40
@@ -125,6 +126,7 @@ class EngineMachine(RuleBasedStateMachine):
                 clock=lambda: self.now,
             )
         stop_clocks(self.engine)
+        KeptWatch(self.engine)
         self.collector = Collector()
         self.running: dict[str, EngineRequest] = {}  # whatever is to be answered, or was
         self.prefilling: dict[str, EngineRequest] = {}
