@@ -307,7 +307,7 @@ class Engine:
             running = list(self._scheduler.running)
             self._scheduler.in_step = frozenset(running)
             has_waiting = bool(self._scheduler.waiting)
-        drafts = self._drafts(running, has_waiting=has_waiting)
+        drafts = self._drafts(running, has_waiting=has_waiting) if self.speculator is not None else {}
         with self._lock:
             plan = self._next_plan(started_ns, drafts)
             if not plan.pieces:
@@ -461,14 +461,13 @@ class Engine:
         return plan
 
     def _drafts(self, running: list[EngineSequence], *, has_waiting: bool) -> Mapping[EngineSequence, Draft]:
-        if self.speculator is None:
-            return {}
-        has_prompts = has_waiting or not all([sequence.is_going_on for sequence in running])
+        assert self.speculator is not None, "without one there are no drafts"
         with self._lock:
             handed_over, self._handed_over = self._handed_over, []
         for sequence, hidden in handed_over:
             if sequence in running:
                 self.speculator.take_over(sequence, hidden)
+        has_prompts = has_waiting or not all(sequence.is_going_on for sequence in running)
         return self.speculator.draft(running, has_prompts=has_prompts)
 
     def _wants_hidden(self, plan: SchedulerOutput) -> bool:

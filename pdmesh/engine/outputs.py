@@ -25,7 +25,8 @@ class FinishReason(enum.Enum):
     PREEMPTED = "preempted"  # prefill_only: other sequences took its blocks before it was released; it has no token of its own
 
 
-class SequenceUpdate(NamedTuple):
+@dataclass(slots=True)  # not frozen: one is made for each token, in a third of the time
+class SequenceUpdate:
     """Hold new tokens of one choice. `index` is the index of the first among the choice's outputs, from 0."""
 
     request_id: str

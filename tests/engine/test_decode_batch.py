@@ -49,7 +49,9 @@ def bring(engine: Engine, request: EngineRequest, running: dict[str, EngineReque
     if granted is None:
         return
     write_kv(engine, granted.block_ids, request.prompt, granted.num_cached_tokens)
-    first = {choice: answer(request, choice, max_context=MAX_CONTEXT, max_new=1).token_ids for choice in range(request.sampling.n)}
+    first = {
+        choice: answer(request, choice, max_context=MAX_CONTEXT, max_new=1).token_ids for choice in range(request.sampling.n)
+    }
     engine.start(request.request_id, {choice: ids[0] for choice, ids in first.items()})
     running[request.request_id] = replace(request, emitted=tuple(first.values()))
 
@@ -100,7 +102,9 @@ def test_the_same_tokens_as_without(backend: str, tmp_path: Path) -> None:
     """Grammars, seeds, log-probabilities and several choices, over more blocks than a row of the tables has to spare."""
     model = Model.make(tmp_path, backend)
     long = EngineRequest("long", tuple(range(5, 25)), SamplingParams(max_tokens=600, ignore_eos=True, logprobs=1, seed=3))
-    penalized = replace(long, request_id="p", sampling=replace(long.sampling, max_tokens=90, frequency_penalty=0.7, logprobs=None))
+    penalized = replace(
+        long, request_id="p", sampling=replace(long.sampling, max_tokens=90, frequency_penalty=0.7, logprobs=None)
+    )
     asked = [*requests(model), long, penalized]
     engine, plain = model.engine(), model.engine()
     watch = KeptWatch(engine)

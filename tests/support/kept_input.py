@@ -48,6 +48,7 @@ def assert_same_batch(kept: DecodeBatch, fresh: StepBatch) -> None:
         assert torch.equal(getattr(kept, name), getattr(fresh, name)), name
     for name in ("query_starts", "context_lens", "block_tables", "tails", "adapter_slots", "num_seqs", "num_tokens"):
         assert getattr(kept, name) == getattr(fresh, name), name
-    assert kept.native_lens.tolist() == fresh.context_lens
-    for row, table in zip(kept.native_tables.tolist(), fresh.block_tables, strict=True):
-        assert row == table + [0] * (len(row) - len(table))
+    assert kept.lens.tolist() == fresh.context_lens
+    for row, table in enumerate(fresh.block_tables):
+        blocks = kept.tables[row * kept.row_blocks : (row + 1) * kept.row_blocks].tolist()
+        assert blocks == table + [0] * (kept.row_blocks - len(table))

@@ -9,11 +9,11 @@ that decodes.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from pdmesh.engine.runner.batch import StepBatch
 from pdmesh.engine.scheduler.sequence import Sequence
@@ -23,27 +23,34 @@ _SPARE_BLOCKS = 32  # room in each row of the tables, beyond what the longest se
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeBatch(StepBatch):
-    """Hold a token of each of B sequences. Its content changes in place (`advance`); its tensors stay where they are."""
+    """Hold a token of each of B sequences. Its content changes in place (`advance`); its arrays stay where they are, so that a
+    model may keep what it made of them. The logits of a step with it may lie where those of the next one will."""
 
-    native_lens: Tensor  # [B] int32: context_lens
-    native_tables: Tensor  # [B, blocks] int32: block_tables, and zeros behind them
+    numbers: array[int]  # [3 B] int64: the token ids, the positions, the slots, which the tensors show
+    lens: array[int]  # [B] int32: context_lens
+    tables: array[int]  # [B, row_blocks] int32: block_tables, and zeros behind them
+    row_blocks: int
 
     @classmethod
     def of(cls, sequences: Sequence_[Sequence], block_size: int, adapter_slots: tuple[int, ...] = ()) -> DecodeBatch:
         """Return a batch of the token of each sequence that is computed next."""
         count = len(sequences)
         row_blocks = max(sequence.num_computed // block_size + 1 for sequence in sequences) + _SPARE_BLOCKS
+        numbers = array("q", bytes(3 * 8 * count))
+        token_ids, positions, slots = torch.frombuffer(numbers, dtype=torch.int64).view(3, count)
         batch = cls(
-            token_ids=torch.zeros(count, dtype=torch.int64),
-            positions=torch.zeros(count, dtype=torch.int64),
-            slot_mapping=torch.zeros(count, dtype=torch.int64),
+            token_ids=token_ids,
+            positions=positions,
+            slot_mapping=slots,
             query_starts=list(range(count + 1)),
             context_lens=[0] * count,
             block_tables=[[] for _ in sequences],
             logits_rows=torch.arange(count),
             adapter_slots=adapter_slots,
-            native_lens=torch.zeros(count, dtype=torch.int32),
-            native_tables=torch.zeros((count, row_blocks), dtype=torch.int32),
+            numbers=numbers,
+            lens=array("i", bytes(4 * count)),
+            tables=array("i", bytes(4 * count * row_blocks)),
+            row_blocks=row_blocks,
         )
         has_room = batch.advance(sequences, block_size)
         assert has_room, "the rows were made long enough"
@@ -52,27 +59,25 @@ class DecodeBatch(StepBatch):
     def advance(self, sequences: Sequence_[Sequence], block_size: int) -> bool:
         """Set the batch to the next token of the same sequences, whose blocks were only appended to; False: a row of the tables
         is full, so make a new batch."""
-        positions = [sequence.num_computed for sequence in sequences]
-        for row, table in enumerate(self.block_tables):
-            num_blocks = positions[row] // block_size + 1
-            if len(table) < num_blocks and not self._append(row, sequences[row].block_ids[len(table) : num_blocks]):
+        token_ids, positions, slots = [], [], []
+        for row, (sequence, table) in enumerate(zip(sequences, self.block_tables, strict=True)):
+            position = sequence.num_computed
+            index, offset = divmod(position, block_size)
+            if index >= len(table) and not self._append(row, sequence.block_ids[len(table) : index + 1]):
                 return False
-        slots = [
-            table[-1] * block_size + position % block_size
-            for table, position in zip(self.block_tables, positions, strict=True)
-        ]
+            token_ids.append(sequence.output[-1])
+            positions.append(position)
+            slots.append(table[index] * block_size + offset)
+        self.numbers[:] = array("q", token_ids + positions + slots)
         self.context_lens[:] = [position + 1 for position in positions]
-        self.token_ids.numpy()[:] = [sequence.output[-1] for sequence in sequences]
-        self.positions.numpy()[:] = positions
-        self.slot_mapping.numpy()[:] = slots
-        self.native_lens.numpy()[:] = self.context_lens
+        self.lens[:] = array("i", self.context_lens)
         return True
 
     def _append(self, row: int, block_ids: list[int]) -> bool:
         table = self.block_tables[row]
         end = len(table) + len(block_ids)
-        if end > self.native_tables.shape[1]:
+        if end > self.row_blocks:
             return False
-        self.native_tables.numpy()[row, len(table) : end] = block_ids
+        self.tables[row * self.row_blocks + len(table) : row * self.row_blocks + end] = array("i", block_ids)
         table += block_ids
         return True

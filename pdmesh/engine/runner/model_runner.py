@@ -9,7 +9,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Sequence_
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, chain
 from types import MappingProxyType
@@ -99,11 +98,10 @@ class ModelRunner:
         self._arrangement = arrangement
         self._hidden_size = hidden_size
         self._model = model
-        self._kv = kv
+        self._kv, self._block_size = kv, kv.shape[3]
         self._sampler = sampler
         self._eos_token_ids = frozenset(eos_token_ids)
 
-    @torch.inference_mode()
     def run(
         self, plan: SchedulerOutput, signal: LayerReadiness | None = None, *, keep_hidden: bool = True
     ) -> dict[Sequence, list[SampledOutput]]:
@@ -111,6 +109,13 @@ class ModelRunner:
         `keep_hidden`: the hidden states of this step are needed, if they are ever."""
         if plan.num_repeats and not (keep_hidden and self._hidden_size is not None):
             return self._run_again(plan)
+        self._kept = None
+        return self._run_new(plan, signal, keep_hidden=keep_hidden)
+
+    @torch.inference_mode()
+    def _run_new(
+        self, plan: SchedulerOutput, signal: LayerReadiness | None, *, keep_hidden: bool
+    ) -> dict[Sequence, list[SampledOutput]]:
         pieces = plan.pieces
         batch = self.batch_of(pieces)
         if self._pooler is not None and any(piece.sequence.group.request.pooling for piece in pieces):
@@ -125,7 +130,7 @@ class ModelRunner:
         kept = self._kept
         if kept is None or kept.plan is not plan:
             kept = self._kept = KeptInput(plan, [self._sample_row(owner) for owner in _owners(plan.pieces)])
-        batch = kept.batch_of_next(self._kv.shape[3], self._adapter_slots)
+        batch = kept.batch_of_next(self._block_size, self._adapter_slots)
         tokens = self._sampler.sample(self._model.forward(batch, self._kv), kept.rows_of_next())
         return {
             sequence: [SampledOutput(sequence.choices[0], (token,), self._verified_alone(token))]
@@ -152,7 +157,7 @@ class ModelRunner:
 
     def batch_of(self, pieces: list[ScheduledSequence]) -> StepBatch:
         """Return the batch in host memory: a model packs it, so that one copy goes to its device and nothing waits for it."""
-        return build_batch(pieces, self._kv.shape[3], _HOST, self._adapter_slots)
+        return build_batch(pieces, self._block_size, _HOST, self._adapter_slots)
 
     def adapters_of(self, pieces: list[ScheduledSequence]) -> tuple[int, ...]:
         """Return `StepBatch.adapter_slots` of sequences with one part each."""
@@ -208,7 +213,7 @@ class ModelRunner:
         """Move KV from a token's position in the draft; on the first branch that is its position in the sequence."""
         moves = [(node, place) for place, node in enumerate(verified.kept) if node != place]
         if moves:
-            first, block_size = piece.sequence.num_computed + piece.num_tokens, self._kv.shape[3]
+            first, block_size = piece.sequence.num_computed + piece.num_tokens, self._block_size
             slot = partial(_slot, piece.sequence.block_ids, block_size)
             sources, targets = [slot(first + node) for node, _ in moves], [slot(first + place) for _, place in moves]
             move_slots(self._kv, sources, targets, self._arrangement)

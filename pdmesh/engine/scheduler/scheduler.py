@@ -211,11 +211,8 @@ class ScheduledSequence:
 
 
 class SchedulerOutput:
-    """Hold one step's work, in the order in which it was planned.
-
-    The next step may have the same plan, while the same sequences decode a token each. So what a step keeps for the next one,
-    it keeps by the plan (`num_repeats`).
-    """
+    """Hold one step's work, in the order in which it was planned. While the same sequences decode a token each, the steps behind
+    it have the same plan (`num_repeats`): what a step keeps for the next one, it keeps by the plan."""
 
     def __init__(self, budget: int, num_prompt_rows_left: int = 1) -> None:
         """`num_prompt_rows_left`: rows of logits that tokens of prompts may have which do not draw."""

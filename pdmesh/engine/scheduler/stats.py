@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pdmesh.engine.kv_cache.block_manager import BlockManager
 from pdmesh.engine.outputs import EngineStats, KVReady, RequestStarted, SequenceUpdate, StepResult, StepWork, TokenLogprobs
@@ -183,7 +183,7 @@ class OutputProcessor:
         new_tokens = proceed(sequence, {draw.choice: tuple([token.token_id for token in draw.tokens]) for draw in draws})
         updates = [_update(piece, index, draw, new_tokens[draw.choice]) for draw in draws]
         if sequence.prompt_logprobs:
-            updates[0] = updates[0]._replace(prompt_logprobs=tuple(sequence.prompt_logprobs))
+            updates[0] = replace(updates[0], prompt_logprobs=tuple(sequence.prompt_logprobs))
             sequence.prompt_logprobs = []
         return updates
 

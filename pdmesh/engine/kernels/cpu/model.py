@@ -277,32 +277,45 @@ class PackedWeights:
 
 
 class PackedStep:
-    """Hold a batch as the kernels read it: `struct`, and the numbers that it points to. What is not the batch's is not set."""
+    """Hold a step as the kernels read it: `struct`, which lacks the profile, and all that it points to."""
 
-    def __init__(self, batch: StepBatch, adapters: abi.AdapterTable | None) -> None:
-        """`adapters`: what the batch's slots name; None: no sequence has one."""
-        self.batch, self.adapters = batch, adapters
-        self._starts, self._lens, self._blocks, self._first_blocks = _tables(batch)
-        self._tails = _tails(batch.tails)
-        self._slots = _int32(batch.adapter_slots)
+    def __init__(
+        self,
+        batch: StepBatch,
+        kv: Tensor,
+        logits: Tensor,
+        adapters: abi.AdapterTable | None,
+        signal: LayerReadiness | None,
+        hidden: Tensor | None,
+    ) -> None:
+        """`logits`, and `hidden` if it is given, are filled. `adapters`: what the batch's slots name; None: nothing."""
+        self.batch, self.kv, self.logits, self.adapters = batch, kv, logits, adapters
+        self._signal, self._hidden, self._tails = signal, hidden, _tails(batch.tails)
+        self._tables, self._slots = _tables(batch), _int32(batch.adapter_slots)
         self.struct = abi.Step(
-            num_tokens=batch.num_tokens,
-            num_seqs=batch.num_seqs,
-            num_rows=len(batch.logits_rows),
-            token_ids=batch.token_ids.data_ptr(),
-            positions=batch.positions.data_ptr(),
-            slots=batch.slot_mapping.data_ptr(),
-            query_starts=_start(self._starts),
-            context_lens=_start(self._lens),
-            blocks=_start(self._blocks),
-            block_starts=_start(self._first_blocks),
-            logits_rows=batch.logits_rows.data_ptr(),
-            tails=_start(self._tails[0]) if batch.tails else None,
-            tail_slots=_start(self._tails[1]) if batch.tails else None,
-            num_tails=len(batch.tails),
-            adapter_slots=None if adapters is None else _start(self._slots),
-            adapters=None if adapters is None else adapters.maps,
+            batch.num_tokens,
+            batch.num_seqs,
+            len(batch.logits_rows),
+            batch.token_ids.data_ptr(),
+            batch.positions.data_ptr(),
+            batch.slot_mapping.data_ptr(),
+            *(numbers.buffer_info()[0] for numbers in self._tables),
+            batch.logits_rows.data_ptr(),
+            kv.data_ptr(),
+            kv.shape[2],
+            logits.data_ptr(),
+            _address(hidden),
+            None,
+            *((None, -1, 1) if signal is None else (signal.address, signal.fd, signal.every)),
+            *(numbers.buffer_info()[0] if numbers else None for numbers in self._tails),
+            len(batch.tails),
+            *((None, None) if adapters is None else (self._slots.buffer_info()[0], adapters.maps)),
         )
+
+    def is_of(self, batch: StepBatch, kv: Tensor, signal: LayerReadiness | None, hidden: Tensor | None) -> bool:
+        """Return whether it is the step of this batch, whose tensors stay where they are, without a signal and hidden states."""
+        has_more = any(each is not None for each in (signal, hidden, self._signal, self._hidden))
+        return self.batch is batch and self.kv is kv and not has_more
 
 
 class NativeModel:
@@ -386,34 +399,30 @@ class NativeModel:
 
     def forward(self, batch: StepBatch, kv: Tensor, signal: LayerReadiness | None = None, hidden: Tensor | None = None) -> Tensor:
         """See DecoderModel.forward. `batch.logits_rows` ascend. Raises ValueError for a pool of another kind."""
+        packed = self._kept_step
+        if packed is None or not packed.is_of(batch, kv, signal, hidden) or packed.adapters is not self._adapters_of(batch):
+            packed = self._packed(batch, kv, signal, hidden)
+            self._kept_step = packed if isinstance(batch, DecodeBatch) else None
+        packed.struct.profile = None if self.profile is None else ctypes.pointer(self.profile)
+        if self._library.pdmesh_engine_step(self._handle, ctypes.byref(packed.struct)):
+            raise MemoryError(f"no memory for the buffers of a step of {batch.num_tokens} tokens; lower max_num_batched_tokens")
+        return packed.logits
+
+    def _packed(self, batch: StepBatch, kv: Tensor, signal: LayerReadiness | None, hidden: Tensor | None) -> PackedStep:
         if kv.dtype != self._kv_dtype or kv.shape[3] != self._block_size:
             raise ValueError(f"KV pool: {kv.dtype}, blocks of {kv.shape[3]}; this model has {self._kv_dtype}, {self._block_size}")
-        logits = torch.empty((len(batch.logits_rows), self.config.vocab_size), dtype=torch.float32)
         if hidden is not None:
             _check_hidden(hidden, (len(batch.logits_rows), self.config.hidden_size))
-        packed = self._step_of(batch)  # it owns what the struct points to
-        step = packed.struct
-        step.kv, step.num_blocks, step.logits, step.hidden = kv.data_ptr(), kv.shape[2], logits.data_ptr(), _address(hidden)
-        step.profile = None if self.profile is None else ctypes.pointer(self.profile)
-        step.layers_done, step.signal_fd, step.signal_every = (
-            (None, -1, 1) if signal is None else (signal.address, signal.fd, signal.every)
-        )
-        if self._library.pdmesh_engine_step(self._handle, ctypes.byref(step)):
-            raise MemoryError(f"no memory for the buffers of a step of {batch.num_tokens} tokens; lower max_num_batched_tokens")
-        return logits
+        logits = torch.empty((len(batch.logits_rows), self.config.vocab_size), dtype=torch.float32)
+        return PackedStep(batch, kv, logits, self._adapters_of(batch), signal, hidden)
 
-    def _step_of(self, batch: StepBatch) -> PackedStep:
-        """Return the batch for the kernels: what was made for it in the step before, if its tensors are kept."""
-        slots = batch.adapter_slots
-        adapters = None if max(slots, default=-1) < 0 else self.adapters or abi.AdapterTable(0)
-        if adapters is not None:
-            adapters.check(slots)
-        if not isinstance(batch, DecodeBatch):
-            return PackedStep(batch, adapters)
-        kept = self._kept_step
-        if kept is None or kept.batch is not batch or kept.adapters is not adapters:
-            kept = self._kept_step = PackedStep(batch, adapters)
-        return kept
+    def _adapters_of(self, batch: StepBatch) -> abi.AdapterTable | None:
+        """Return what the slots of the batch's sequences name; None where no sequence has an adapter."""
+        if max(batch.adapter_slots, default=-1) < 0:
+            return None
+        table = self.adapters or abi.AdapterTable(0)
+        table.check(batch.adapter_slots)
+        return table
 
     def _descriptor(self, block_size: int) -> abi.Model:
         config, weights = self.config, self.weights
@@ -545,19 +554,14 @@ def _check_hidden(hidden: Tensor, shape: tuple[int, int]) -> None:
         raise ValueError(f"hidden: {given}; it must be contiguous float32 {shape} on the cpu")
 
 
-def _tables(batch: StepBatch) -> tuple[array[int] | Tensor, ...]:
+def _tables(batch: StepBatch) -> tuple[array[int], ...]:
     """Return the query starts, the context lengths, all block tables, and where each begins there; as int32."""
     starts = _int32(batch.query_starts)
     if isinstance(batch, DecodeBatch):
-        count, row = batch.native_tables.shape
-        return starts, batch.native_lens, batch.native_tables, _int32(range(0, count * row, row))
+        return starts, batch.lens, batch.tables, _int32(range(0, len(batch.tables), batch.row_blocks))
     tables = batch.block_tables
-    blocks, rows = _int32(list(chain.from_iterable(tables))), _int32([0, *accumulate(map(len, tables))][:-1])
-    return starts, _int32(batch.context_lens), blocks, rows
-
-
-def _start(numbers: array[int] | Tensor) -> int:
-    return numbers.data_ptr() if isinstance(numbers, Tensor) else numbers.buffer_info()[0]
+    blocks, firsts = _int32(list(chain.from_iterable(tables))), _int32([0, *accumulate(map(len, tables))][:-1])
+    return starts, _int32(batch.context_lens), blocks, firsts
 
 
 def _tails(tails: dict[int, Tail]) -> tuple[array[int], array[int]]:
