@@ -61,7 +61,7 @@ class KVMemory(PoolMemory, Protocol):
 
     @property
     def fd(self) -> int | None:
-        """Return the memfd behind the pool, or None where the pool cannot be shared."""
+        """Return the sealed memfd behind the pool; None where the pool cannot be shared."""
 
     def block_view(self, layer: int, plane: int, block_id: int) -> memoryview:
         """Return the bytes of one block's keys (plane 0) or values (plane 1), writable; both, where they are joined (plane 0)."""

@@ -16,6 +16,7 @@ from importlib import metadata
 from typing import Any, Protocol, TypeVar, cast, get_origin, get_type_hints
 
 from pdmesh.errors import DeadlineExceeded, InvalidArgument, MeshError, NotFound, Overloaded, Unavailable
+from pdmesh.platform import capabilities
 from pdmesh.runtime.config import ENV_PREFIX, load, options_of
 
 # Positional words on a command line: `pdmesh generate "Once upon a time" --max-tokens 20`.
@@ -154,6 +155,11 @@ def run(argv: Sequence[str]) -> int:
         return 0
     if argv[0] not in COMMANDS:
         return _unknown(argv[0])
+    try:
+        capabilities.taken_away()
+    except ValueError as error:
+        print(f"pdmesh: {error}", file=sys.stderr)
+        return EXIT_USAGE
     return _run_command(argv[0], argv[1:])
 
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from pdmesh.engine.kv_cache.pool import private_memory, sealed_memory
+from pdmesh.engine.kv_cache.pool import private_memory, shared_memory
 from pdmesh_vllm.ranks.link import check_alike
 
 
@@ -40,8 +39,8 @@ class JoinedPool:
         self.bytes_per_layer_block = block_bytes // 2
         num_bytes = num_layers * num_blocks * block_bytes
         self.fd: int | None = None
-        if shared and sys.platform == "linux":
-            self._map, self.fd = sealed_memory("pdmesh-vllm-kv", num_bytes, before_seal)
+        if shared:
+            self._map, self.fd = shared_memory("pdmesh-vllm-kv", num_bytes, before_seal)
         else:
             self._map = private_memory(num_bytes)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
 from kvtransfer.stream import settled
+from pdmesh.platform.capabilities import THREAD_PRIORITY
 
 T = TypeVar("T")
 NICENESS = 10
@@ -21,7 +21,7 @@ class TierThreads:
     """Run functions in threads that end with the process, whatever a disk does to them."""
 
     def __init__(self, num_threads: int, *, name: str, is_behind: bool) -> None:
-        """`is_behind`: they get the processor where nothing else wants it (Linux)."""
+        """`is_behind`: they get the processor where nothing else wants it, if threads have priorities here."""
         self.num_threads = num_threads
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._is_behind = is_behind
@@ -58,7 +58,7 @@ class TierThreads:
             self._queue.put(None)
 
     def _work(self) -> None:
-        if self._is_behind and sys.platform == "linux":
+        if self._is_behind and THREAD_PRIORITY.is_there:
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         while (call := self._queue.get()) is not None:

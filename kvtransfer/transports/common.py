@@ -8,8 +8,6 @@ import mmap
 import os
 import secrets
 import socket
-import struct
-import sys
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
@@ -23,6 +21,8 @@ from kvtransfer.layout import num_planes
 from kvtransfer.manifest import KVMemory, Part, PoolShape, Rectangle, bytes_per_layer_block, part_views, refuse
 from kvtransfer.staging import StagedMemory
 from kvtransfer.stream import SocketStream, Stream, all_ended, expect, release
+from pdmesh.platform import linux
+from pdmesh.platform.capabilities import ABSTRACT_SOCKETS, PEER_CREDENTIALS
 from pdmesh.runtime import failpoints
 from pdmesh.runtime.process import host_id
 from pdmesh.v1 import common_pb2, transfer_pb2
@@ -202,13 +202,13 @@ def unusable(field: str, what: str) -> TransferRefused:
     return TransferRefused(grpc.StatusCode.UNIMPLEMENTED, what, field=field)
 
 
-# Transports over abstract Unix sockets, between processes of one user on one host: the kernel identifies the peer.
+# Transports over abstract Unix sockets, between processes of one user on one host: the kernel identifies the peer. Without either
+# they are not offered, and KV goes over tcp: a socket that is a file would have to be kept from others by permissions alone.
 
 
 CONNECT_TIMEOUT_S = 1.0
 BACKLOG = 128
 _NAME_PREFIX = "pdmesh-kv-"
-_UCRED = struct.Struct("iII")  # pid, uid, gid
 
 
 class UnixSocketTransport:
@@ -217,6 +217,11 @@ class UnixSocketTransport:
     name: str
     is_default = True
     gains_by_connections = False  # KV does not cross the connection, so a second one only costs a handshake
+
+    @property
+    def works_here(self) -> bool:
+        """Return whether this system has such sockets and identifies the process at their other end."""
+        return ABSTRACT_SOCKETS.is_there and PEER_CREDENTIALS.is_there
 
     def reaches(self, endpoint: common_pb2.TransferEndpoint) -> bool:
         return endpoint.host_id == host_id()
@@ -263,7 +268,7 @@ async def _connected(transport: str, name: str) -> socket.socket:
 
 
 def _check_peer(transport: str, sock: socket.socket) -> None:
-    _, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    uid = linux.peer_uid(sock)
     if uid != os.geteuid():
         raise PermissionError(f"{transport}: the peer runs as user {uid}, we as {os.geteuid()}")
 
@@ -340,9 +345,6 @@ class KeptPools(Generic[Key, Pool]):
 # Peers' pools that are mapped read-only into this process
 
 
-if sys.platform == "linux":
-    import fcntl
-
 MappedKey = tuple[int, int, PoolShape]
 
 
@@ -384,11 +386,11 @@ def _check_pool(fd: int, shape: PoolShape) -> None:
     """Check the file: our copy would raise SIGBUS if the file could shrink, and a file of another size is not the pool of the
     hello."""
     try:
-        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        is_sealed = linux.cannot_shrink(fd)
         size = os.fstat(fd).st_size
     except OSError as error:
         raise _unusable(f"is not a sealable memfd: {error}") from error
-    if not seals & fcntl.F_SEAL_SHRINK:
+    if not is_sealed:
         raise _unusable("is not sealed against shrinking (F_SEAL_SHRINK)")
     if shape.num_bytes == 0 or size != shape.num_bytes:
         raise _unusable(f"has {size} bytes; pool_num_blocks {shape.num_blocks} and the layout make {shape.num_bytes}")

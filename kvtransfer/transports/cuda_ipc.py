@@ -22,7 +22,6 @@ The driver's handle opens the whole pool, also for writing: the kernel vouches t
 from __future__ import annotations
 
 import socket
-import sys
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING
@@ -131,7 +130,7 @@ class CudaIpcTransport(UnixSocketTransport):
         self._pools = OpenedPools()
 
     def sends(self, memory: KVMemory) -> bool:
-        return sys.platform == "linux" and shown_by(memory) is not None
+        return self.works_here and shown_by(memory) is not None
 
     def receives(self, memory: KVMemory) -> bool:
         return self.sends(memory)

@@ -1,5 +1,4 @@
-"""shm: the receiver maps the sender's pool read-only and copies blocks out of it, between processes of one user on one Linux
-host.
+"""shm: the receiver maps the sender's pool read-only and copies blocks out of it, between processes of one user on one host.
 
     sender ── hello + memfd (SCM_RIGHTS) over an abstract Unix socket ──► receiver: verifies fd, maps it PROT_READ
     sender ── part header with its block ids ───────────────────────────► receiver: copies, sums WHAT IT STORES
@@ -7,12 +6,15 @@ host.
 
 The mapping may outlive the connection by seconds (KeptPools); a receiver keeps nothing else of that epoch. If a sender
 changes its blocks while they are copied, the checksum of the copy differs; it cannot change the receiver's blocks.
+
+It needs memory with seals (Linux). Without them it is not offered, and tcp carries the KV: a file that its sender can shrink
+kills a receiver that has mapped it (SIGBUS), and to read it by calls instead (pread) copies through the kernel, as tcp does, from
+a file that the system may write to disk.
 """
 
 import asyncio
 import os
 import socket
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 
@@ -26,6 +28,8 @@ from kvtransfer.manifest import KVMemory, Part, Rectangle, copies, shape_of
 from kvtransfer.native.library import Runs
 from kvtransfer.stream import SocketStream
 from kvtransfer.transports.common import MappedPool, MappedPools, UnixSocketTransport, announce, shape_of_sender, source_of
+from pdmesh.platform import fallbacks
+from pdmesh.platform.capabilities import MEMFD
 from pdmesh.v1 import common_pb2, transfer_pb2
 
 BATCH_BYTES = 4 << 20  # copied between two checks whether to stop
@@ -107,7 +111,7 @@ class ShmIncoming:
     async def _receive_fd(self) -> tuple[bytes, int]:
         """Return the first bytes of the connection and the one descriptor that must come with them."""
         await self.stream.ready(write=False)
-        data, fds, flags, _ = socket.recv_fds(self.stream.sock, framing.HEADER.size, 2, socket.MSG_CMSG_CLOEXEC)
+        data, fds, flags = fallbacks.receive_fds(self.stream.sock, framing.HEADER.size, 2)
         if data and len(fds) == 1 and not flags & socket.MSG_CTRUNC:
             return data, fds[0]
         for fd in fds:
@@ -129,10 +133,10 @@ class ShmTransport(UnixSocketTransport):
         self._pools = MappedPools()
 
     def sends(self, memory: KVMemory) -> bool:
-        return sys.platform == "linux" and memory.fd is not None
+        return self.works_here and memory.fd is not None
 
     def receives(self, memory: KVMemory) -> bool:
-        return sys.platform == "linux"
+        return self.works_here and MEMFD.is_there
 
     async def connect(
         self, endpoint: common_pb2.TransferEndpoint, memory: KVMemory, executor: Executor, reply_timeout_s: float

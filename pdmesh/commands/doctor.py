@@ -79,6 +79,7 @@ def _checks(options: Options) -> list[tuple[str, Callable[[], Check]]]:
         (f"port {options.console_port}", partial(machine.port, options.console_port, "--console-port")),
         ("open files", machine.open_files),
         ("compiler", machine.compiler),
+        *machine.capabilities(),
     ]
 
 

@@ -19,10 +19,11 @@ from pdmesh.autoscaler.policy.policy import Policy
 from pdmesh.autoscaler.roles import RoleChanger
 from pdmesh.autoscaler.settings import AutoscalerSettings, PoolSettings
 from pdmesh.launcher.mesh import LocalMesh
-from pdmesh.launcher.plan import LocalMeshConfig, usable_cores
+from pdmesh.launcher.plan import LocalMeshConfig
 from pdmesh.launcher.scale import LocalPlatform
 from pdmesh.launcher.sidecars import collector_of
 from pdmesh.planning.objectives import load as load_objectives
+from pdmesh.platform.fallbacks import usable_cores
 from pdmesh.runtime.rpc.mesh_secret import open_secret
 from pdmesh.runtime.rpc.tls import open_tls
 from pdmesh.runtime.telemetry.config import TelemetryConfig, resource_of

@@ -13,9 +13,13 @@ import subprocess
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 
-from pdmesh.launcher.plan import usable_cores
+from pdmesh.platform import linux
+from pdmesh.platform.capabilities import ABSTRACT_SOCKETS, CAPABILITIES, MEMFD, PEER_CREDENTIALS, VARIABLE, Capability
+from pdmesh.platform.capabilities import lacking as lacks
+from pdmesh.platform.fallbacks import physical_bytes, text, usable_cores
 from pdmesh.terminal import size
 
 # Checks of a machine for a mesh: each is a function that returns a `Check`; none raises or makes lasting changes.
@@ -112,7 +116,10 @@ def cores() -> Check:
 
 def cpu_features() -> Check:
     """Check the instructions that decide the speed of a CPU engine."""
-    found = [feature for feature in _CPU_FEATURES if feature in cpu_flags(Path("/proc/cpuinfo").read_text().splitlines())]
+    content = text(Path("/proc/cpuinfo"))
+    if content is None:
+        return warn("cpu features", "the system does not tell them", "kernels run in portable code", "use Linux for speed")
+    found = [feature for feature in _CPU_FEATURES if feature in cpu_flags(content.splitlines())]
     shown = ", ".join(found) or "none that matters"
     if {"avx2", "asimd"} & set(found):
         return ok("cpu features", shown)
@@ -130,8 +137,10 @@ def cpu_flags(cpuinfo: Iterable[str]) -> frozenset[str]:
 
 def memory() -> Check:
     """Check the memory that is free for weights and KV, within the limit of this container."""
-    free = min(available_bytes(Path("/proc/meminfo").read_text().splitlines()), _cgroup_free_bytes())
-    found = f"{size(free)} free"
+    meminfo = text(Path("/proc/meminfo"))
+    whole = physical_bytes() if meminfo is None else available_bytes(meminfo.splitlines())
+    free = min(whole, _cgroup_free_bytes())
+    found = f"{size(free)} free" if meminfo is not None else f"{size(free)}; the system does not tell how much of it is free"
     remedy = "stop other programs, or give the machine or container more memory"
     if free < _LEAST_MEMORY_BYTES:
         return missing("memory", found, "two workers with the default model do not fit", remedy, required=True)
@@ -151,31 +160,49 @@ def available_bytes(meminfo: Iterable[str]) -> int:
 def _cgroup_free_bytes() -> float:
     """Return the free bytes within the cgroup's (v2) limit; infinity without a limit."""
     try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-    except (OSError, ValueError):
+        limit, used = (int(text(Path("/sys/fs/cgroup", name)) or "") for name in ("memory.max", "memory.current"))
+    except ValueError:  # no limit ("max"), or no such file
         return float("inf")
-    return float("inf") if limit == "max" else float(int(limit) - used)
+    return float(limit - used)
 
 
 def shared_memory() -> Check:
     """Check the shm transport: anonymous shared memory whose descriptor travels over an abstract Unix socket, mapped
     read-only."""
+    cost = "workers on this machine exchange KV over tcp, at a fraction of the speed"
+    remedy = "use Linux 5.1 or later, and allow memfd_create and Unix sockets"
+    for capability in (MEMFD, ABSTRACT_SOCKETS, PEER_CREDENTIALS):
+        if problem := capability.problem:
+            return warn("shared memory", f"lacks {capability.name}: {problem}", cost, remedy)
     try:
         _pass_memory_between_sockets()
-    except (OSError, AttributeError, ValueError) as error:
-        cost = "workers on this machine exchange KV over tcp, at a fraction of the speed"
-        return warn(
-            "shared memory", f"does not work: {error}", cost, "use Linux 5.1 or later, and allow memfd_create and Unix sockets"
-        )
+    except (OSError, ValueError) as error:
+        return warn("shared memory", f"does not work: {error}", cost, remedy)
     return ok("shared memory", "memfd over an abstract socket works")
 
 
+def capabilities() -> list[tuple[str, Callable[[], Check]]]:
+    """Return checks of what not every system can do: one that names what is there, and one for each that is lacking."""
+    lacking = {capability.name for capability in lacks()}
+    there = [capability.name for capability in CAPABILITIES if capability.name not in lacking]
+    found = ok("capabilities", ", ".join(there) or "none")
+    return [
+        ("capabilities", lambda: found),
+        *((f"no {each.name}", partial(_lacks, each)) for each in CAPABILITIES if each.name in lacking),
+    ]
+
+
+def _lacks(capability: Capability) -> Check:
+    """Return the finding on a capability that is lacking: what is lost. The fallback is chosen without being told."""
+    remedy = f"leave it out of {VARIABLE}" if capability.is_taken else "nothing: another way is taken, by itself"
+    return warn(f"no {capability.name}", f"{capability.what}: {capability.problem}", capability.lost, remedy)
+
+
 def _pass_memory_between_sockets() -> None:
-    """Do what the shm transport does. Raises OSError, AttributeError (not Linux) or ValueError when a part of it fails."""
+    """Do what the shm transport does. Raises OSError or ValueError when a part of it fails."""
     sent = b"pdmesh doctor"
     name = f"\0pdmesh-doctor-{os.getpid()}"
-    memory_fd = os.memfd_create("pdmesh-doctor", os.MFD_CLOEXEC)
+    memory_fd = linux.memfd("pdmesh-doctor", 0)
     try:
         os.write(memory_fd, sent)
         with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as sender:

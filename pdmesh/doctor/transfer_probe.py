@@ -29,6 +29,8 @@ from kvtransfer.sender.send_queue import FirstTokensDrawn, complete_readiness
 from kvtransfer.sender.sender import Sender
 from kvtransfer.transports.grpc import SERVICE, add_push_service
 from kvtransfer.transports.registry import installed
+from pdmesh.platform import linux
+from pdmesh.platform.capabilities import MEMFD
 from pdmesh.runtime.child import import_path, python_command
 from pdmesh.runtime.rpc.server import GrpcServer
 from pdmesh.v1 import common_pb2, transfer_pb2
@@ -116,7 +118,7 @@ async def _receiving_child(num_blocks: int) -> AsyncIterator[common_pb2.Reservat
 
 
 class ProbePool:
-    """Allocate a pool of the shape of IDENTITY and LAYOUT; on Linux a sealed memfd, as an engine's is."""
+    """Allocate a pool of the shape of IDENTITY and LAYOUT; a sealed memfd, as an engine's is, where the system has them."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_layers = IDENTITY.num_layers
@@ -124,8 +126,10 @@ class ProbePool:
         self.bytes_per_layer_block = bytes_per_layer_block(IDENTITY, LAYOUT)
         self.num_planes = 2
         self._shape = PoolShape(self.num_layers, self.num_blocks, self.bytes_per_layer_block)
-        self.fd = _sealed_memfd(self._shape.num_bytes) if sys.platform == "linux" else None
+        self.fd = linux.memfd("pdmesh-probe", self._shape.num_bytes) if MEMFD.is_there else None
         self._map = mmap.mmap(-1 if self.fd is None else self.fd, self._shape.num_bytes)
+        if self.fd is not None:
+            linux.seal(self.fd)
 
     def memory(self) -> memoryview:
         return memoryview(self._map)
@@ -139,15 +143,6 @@ class ProbePool:
         self._map.close()
         if self.fd is not None:
             os.close(self.fd)
-
-
-def _sealed_memfd(num_bytes: int) -> int:
-    import fcntl
-
-    fd = os.memfd_create("pdmesh-probe", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, num_bytes)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-    return fd
 
 
 class ProbeDelegate:

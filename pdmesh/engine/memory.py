@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
@@ -12,6 +11,7 @@ from pdmesh.engine.config import EngineConfig, default_kv_share
 from pdmesh.engine.kernels.cpu.model import kv_head_size
 from pdmesh.engine.kv_cache.pool import KVShape
 from pdmesh.engine.models.config import ModelConfig
+from pdmesh.platform import fallbacks
 
 MIB = 2**20
 _FLOAT = 4
@@ -140,9 +140,10 @@ def free_memory(device: str) -> int:
 
 def _machine_free(meminfo: Path) -> int:
     """Return MemAvailable, in bytes; where the system does not report it (not Linux), all physical memory."""
-    if not meminfo.exists():
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for line in meminfo.read_text().splitlines():
+    content = fallbacks.text(meminfo)
+    if content is None:
+        return fallbacks.physical_bytes()
+    for line in content.splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     raise ValueError(f"{meminfo} has no MemAvailable; give kv_memory_mb or num_blocks")
@@ -160,13 +161,13 @@ def _cgroup_free(folder: Path) -> int:
 
 def _limit_left(folder: Path, limit_name: str, used_name: str, stat_name: str, cache_key: str) -> int:
     try:
-        limit = (folder / limit_name).read_text().strip()
-        used = int((folder / used_name).read_text())
-        stat = dict(line.split() for line in (folder / stat_name).read_text().splitlines())
-    except (OSError, ValueError):
+        limit, used_text, stat_text = (fallbacks.text(folder / name) or "" for name in (limit_name, used_name, stat_name))
+        used = int(used_text)
+        stat = dict(line.split() for line in stat_text.splitlines())
+    except ValueError:
         return 2**62
     # Clean page cache counts as used but is released on demand.
-    return 2**62 if limit == "max" else max(int(limit) - used + int(stat.get(cache_key, 0)), 0)
+    return 2**62 if limit.strip() == "max" else max(int(limit) - used + int(stat.get(cache_key, 0)), 0)
 
 
 def _mib(num_bytes: int) -> str:

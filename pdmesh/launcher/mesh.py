@@ -4,7 +4,7 @@
         async with AsyncClient(mesh.router_address) as client: ...
         mesh.kill("decode-0", signal.SIGKILL)        # it is reported and started again
 
-However this process ends, the others end with it (`pdmesh.runtime.parent_death`); so the event loop must run in a thread that
+However this process ends, the others end with it (`pdmesh.platform.parent_death`); so the event loop must run in a thread that
 lives as long as the mesh, as the main thread does.
 """
 
@@ -35,12 +35,13 @@ from pdmesh.launcher.plan import (
     console_plan,
     cpu_sets,
     router_plans,
-    usable_cores,
     with_port,
     worker_plan,
     worker_plans,
 )
 from pdmesh.launcher.sidecars import RedisMember, Traces, require_free, require_redis
+from pdmesh.platform.capabilities import AFFINITY
+from pdmesh.platform.fallbacks import usable_cores
 from pdmesh.runtime.child import StartFailed
 from pdmesh.runtime.rpc.mesh_secret import MeshSecretConfig, write_secret
 from pdmesh.runtime.rpc.tls import TlsConfig
@@ -205,7 +206,8 @@ class LocalMesh:
             self._take_traces()
         cores = usable_cores()
         if self.config.bind_cpus and not cpu_sets(self.config, cores):
-            self._on_event(f"workers are not bound to cores: {len(cores)} cores are too few for the threads of all of them")
+            few = f"{len(cores)} cores are too few for the threads of all of them"
+            self._on_event(f"workers are not bound to cores: {AFFINITY.problem or few}")
         self.workers = tuple(self._member(plan) for plan in worker_plans(self.config, self.redis_url, cores))
         self.routers = tuple(self._member(plan) for plan in router_plans(self.config, self.redis_url))
         await start_all(self._members, self._on_progress)

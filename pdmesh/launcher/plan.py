@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pdmesh
 from pdmesh.engine.config import default_kv_share
+from pdmesh.platform.capabilities import AFFINITY
 from pdmesh.runtime.addresses import split_address
 from pdmesh.runtime.child import StartFailed, import_path, python_command
 from pdmesh.runtime.config import to_env
@@ -157,10 +158,11 @@ def num_threads(config: LocalMeshConfig, cores: Sequence[int]) -> int:
 
 
 def cpu_sets(config: LocalMeshConfig, cores: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return disjoint cores for the engine of each worker; none when they are not to be bound, or there are fewer cores than
-    workers (or than their threads). Neighbours stay together: they share caches. The remaining cores serve everything else."""
+    """Return disjoint cores for the engine of each worker; none when they are not to be bound, the system cannot, or there are
+    fewer cores than workers (or than their threads). Neighbours stay together: they share caches. The remaining cores serve
+    everything else."""
     share = len(cores) // max(1, config.num_workers)
-    if not config.bind_cpus or share < max(1, config.num_threads):
+    if not config.bind_cpus or not AFFINITY.is_there or share < max(1, config.num_threads):
         return []
     return [tuple(cores[index * share : (index + 1) * share]) for index in range(config.num_workers)]
 
@@ -330,10 +332,3 @@ def _check_engine(python: str, engine: str, device: str) -> None:
     if done.returncode:
         said = [line for line in done.stderr.splitlines() if line.strip()]
         raise StartFailed(f"{python} cannot run the engine {engine}: {said[-1] if said else 'it ended'}")
-
-
-def usable_cores() -> list[int]:
-    """Return the numbers of the cores that this process may run on, ascending."""
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))

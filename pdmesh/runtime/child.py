@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
-from pdmesh.runtime import parent_death
+from pdmesh.platform import parent_death
 
 STDERR_TAIL_LINES = 40
 MAX_LINE_BYTES = 1 << 20
@@ -98,9 +98,11 @@ class ChildProcess:
 
     async def spawn(self) -> None:
         """Start the process. Raises StartFailed if the system cannot."""
+        tied = parent_death.tied(self._argv)
         try:
             self._process = await asyncio.create_subprocess_exec(
-                *parent_death.command(self._argv),
+                *tied.argv,
+                pass_fds=tied.pass_fds,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,

@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import socket
 
+from pdmesh.platform.capabilities import SHARED_PORTS
 from pdmesh.runtime.addresses import bare_host
 from pdmesh.runtime.config import ConfigError
 
 
 def can_share() -> bool:
     """Return whether this system distributes connections over all processes that share a port."""
-    return hasattr(socket, "SO_REUSEPORT")
+    return SHARED_PORTS.is_there
 
 
 def reserve(host: str, port: int, setting: str) -> socket.socket:

@@ -29,7 +29,8 @@ from collections.abc import Awaitable, Callable
 from functools import cache
 from pathlib import Path
 
-from pdmesh.runtime import parent_death
+from pdmesh.platform import capabilities, fallbacks, parent_death
+from pdmesh.platform.capabilities import PROC
 from pdmesh.runtime.config import EXIT_USAGE, ConfigError
 
 EXIT_FAILED = 1
@@ -105,6 +106,11 @@ async def _coroutine(main: Main, life: Lifecycle) -> None:
 def run(main: Main, *, exit_with_parent: bool = False) -> int:
     """Run `main` on a new event loop until it returns; the exit code is for `sys.exit`."""
     forbid_core_dumps()
+    try:
+        capabilities.taken_away()
+    except ValueError as error:
+        print(f"{_program()}: {error}", file=sys.stderr)
+        return EXIT_USAGE
     if exit_with_parent:
         parent_death.exit_with_parent()
     return asyncio.run(run_until_signal(main))
@@ -172,13 +178,13 @@ def host_id() -> str:
 
 
 def _boot_id() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:  # not Linux: the host's name is the best available
-        return socket.gethostname()
+    identity = fallbacks.text(Path("/proc/sys/kernel/random/boot_id"))
+    return socket.gethostname() if identity is None else identity.strip()  # without it the name is the best available
 
 
 def _network_namespace() -> str:
+    if PROC.is_taken:
+        return "0"
     try:
         return os.readlink("/proc/self/ns/net").removeprefix("net:").strip("[]")
     except OSError:

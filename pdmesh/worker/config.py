@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,6 +13,9 @@ from decode_service.ports import DecodeSettings, ReservationSettings, StreamSett
 from kvtransfer.tiers.settings import TierConfig
 from kvtransfer.transports.registry import TRANSPORTS, defaults
 from pdmesh.engine.config import EngineConfig
+from pdmesh.platform import linux
+from pdmesh.platform.capabilities import AFFINITY
+from pdmesh.platform.fallbacks import usable_cores
 from pdmesh.runtime.rpc.mesh_secret import MeshSecretConfig
 from pdmesh.runtime.rpc.tls import TlsConfig
 from pdmesh.runtime.telemetry.config import TelemetryConfig
@@ -33,12 +35,12 @@ def problem_with(cpus: Sequence[int], num_threads: int) -> str | None:
     empty."""
     if not cpus:
         return None
-    if not hasattr(os, "sched_setaffinity"):
-        return "binding to cores needs Linux; leave it empty"
+    if not AFFINITY.is_there:
+        return f"this system binds no threads to cores ({AFFINITY.problem}); leave it empty"
     if len(set(cpus)) != len(cpus):
         return f"{_listed(cpus)} names a core twice"
-    if strange := sorted(set(cpus) - os.sched_getaffinity(0)):
-        return f"this process may not use {_listed(strange)}; give some of {_listed(sorted(os.sched_getaffinity(0)))}"
+    if strange := sorted(set(cpus).difference(usable_cores())):
+        return f"this process may not use {_listed(strange)}; give some of {_listed(usable_cores())}"
     if num_threads > len(cpus):
         return f"{_listed(cpus)} are fewer than num_threads {num_threads}; give a core for each thread"
     return None
@@ -51,18 +53,18 @@ def bound(cpus: Sequence[int]) -> Iterator[None]:
     if not cpus:
         yield
         return
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cpus)
+    before = linux.allowed_cores()
+    linux.bind_thread(cpus)
     try:
         yield
     finally:
-        os.sched_setaffinity(0, before)
+        linux.bind_thread(before)
 
 
 def bind(cpus: Sequence[int]) -> None:
     """Bind this thread to `cpus`; none: leave it unbound."""
     if cpus:
-        os.sched_setaffinity(0, cpus)
+        linux.bind_thread(cpus)
 
 
 def _listed(cpus: Sequence[int]) -> str:

@@ -23,7 +23,7 @@ from typing import Any, Self
 
 from kvtransfer.native.library import PROJECT as TRANSFER
 from pdmesh.engine.kernels.cpu import build
-from pdmesh.runtime import parent_death
+from pdmesh.platform import parent_death
 from tests.cluster import control_plane
 from tests.cluster.agent.__main__ import Settings
 from tests.cluster.agent.images import CHECKOUT
@@ -93,7 +93,7 @@ class Cluster:
         path = self._folder / "agent.json"
         path.touch(0o600)
         path.write_text(json.dumps(asdict(settings)), encoding="utf-8")
-        command = parent_death.command([sys.executable, "-m", "tests.cluster.agent", str(path)])
+        command = parent_death.tied([sys.executable, "-m", "tests.cluster.agent", str(path)]).argv
         with (self._folder / "agent.log").open("ab") as log:
             self._agent = subprocess.Popen(command, cwd=CHECKOUT, stdout=log, stderr=log, start_new_session=True)
 

@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from pdmesh.launcher.certificates import make_ca, sign
-from pdmesh.runtime import parent_death
+from pdmesh.platform import parent_death
 from tests.cluster import network
 
 URL = f"https://{network.GATEWAY}:{network.API_PORT}"
@@ -93,7 +93,7 @@ class ControlPlane:
     def start(self, name: str) -> None:
         """Starts one program; what it says is added to its log."""
         with (self._folder / f"{name}.log").open("ab") as log:
-            command = parent_death.command(self._commands[name])
+            command = parent_death.tied(self._commands[name]).argv
             self._processes[name] = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
     def signal(self, name: str, number: signals.Signals) -> None:

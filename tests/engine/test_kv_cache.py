@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import mmap
 import os
-import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
-from pdmesh.engine.kv_cache.pool import KVPool, KVShape
+from pdmesh.engine.kv_cache.pool import KVPool, KVShape, shared_memory
+from pdmesh.platform import capabilities
+from pdmesh.platform.capabilities import MEMFD
 
 SHAPE = KVShape(num_layers=3, num_blocks=5, block_size=4, num_kv_heads=2, head_dim=8, dtype=torch.float32)
-linux = pytest.mark.skipif(sys.platform != "linux", reason="memfd is Linux's")
+sealed = pytest.mark.skipif(not MEMFD.is_there, reason="needs memory with seals")
 
 
 @pytest.fixture
@@ -55,7 +58,7 @@ def test_a_view_outside_the_pool_is_refused(pool: KVPool, place: tuple[int, int,
         pool.block_view(*place)
 
 
-@linux
+@sealed
 def test_a_peer_maps_the_descriptor_read_only(pool: KVPool) -> None:
     assert pool.fd is not None
     with mmap.mmap(pool.fd, SHAPE.num_bytes, mmap.MAP_SHARED, mmap.PROT_READ) as seen:
@@ -67,7 +70,7 @@ def test_a_peer_maps_the_descriptor_read_only(pool: KVPool) -> None:
         os.write(pool.fd, b"x")
 
 
-@linux
+@sealed
 @pytest.mark.parametrize("num_bytes", [0, 2 * SHAPE.num_bytes])
 def test_a_peer_can_neither_shrink_nor_grow_it(pool: KVPool, num_bytes: int) -> None:
     assert pool.fd is not None
@@ -75,7 +78,7 @@ def test_a_peer_can_neither_shrink_nor_grow_it(pool: KVPool, num_bytes: int) -> 
         os.ftruncate(pool.fd, num_bytes)
 
 
-@linux
+@sealed
 def test_closing_leaves_neither_descriptor_nor_mapping() -> None:
     before, mappings = len(os.listdir("/proc/self/fd")), num_mappings()
     for _ in range(3):
@@ -88,7 +91,7 @@ def test_closing_leaves_neither_descriptor_nor_mapping() -> None:
     assert num_mappings() == mappings
 
 
-@linux
+@sealed
 def test_a_view_that_outlives_the_pool_keeps_the_mapping_until_it_goes() -> None:
     mappings = num_mappings()
     pool = KVPool(SHAPE)
@@ -104,3 +107,29 @@ def test_a_view_that_outlives_the_pool_keeps_the_mapping_until_it_goes() -> None
 def num_mappings() -> int:
     with open("/proc/self/maps") as maps:
         return sum("pdmesh-kv" in line for line in maps)
+
+
+def test_without_seals_a_pool_is_shown_to_no_peer_and_its_ranks_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(capabilities.VARIABLE, "memfd")
+    before = len(os.listdir("/proc/self/fd"))
+    with_peers = KVPool(SHAPE)
+    assert with_peers.fd is None
+    seen: list[mmap.mmap] = []
+    pool = KVPool(SHAPE, before_seal=lambda fd: seen.append(mmap.mmap(fd, SHAPE.num_bytes)))
+    assert pool.fd is None
+    pool.tensor.fill_(3.0)
+    assert seen[0][-4:] == bytes(torch.tensor(3.0).numpy())
+    seen[0][:4] = bytes(torch.tensor(5.0).numpy())
+    assert float(pool.tensor.flatten()[0]) == 5.0
+    for each in (with_peers, pool, seen[0]):
+        each.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_the_unlinked_file_has_no_name_and_no_other_user_may_open_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(capabilities.VARIABLE, "memfd")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    modes: list[int] = []
+    memory, fd = shared_memory("unused", 4096, lambda fd: modes.append(os.fstat(fd).st_mode & 0o777))
+    assert (fd, modes, list(tmp_path.iterdir())) == (None, [0o600], [])
+    memory.close()

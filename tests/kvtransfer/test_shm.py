@@ -15,11 +15,15 @@ from kvtransfer.manifest import shape_of
 from kvtransfer.receiver.receiver import Receiver
 from kvtransfer.sender.sender import PushJob, Sender
 from kvtransfer.transports import common
+from pdmesh.platform import capabilities
+from pdmesh.platform.capabilities import ABSTRACT_SOCKETS, MEMFD, PEER_CREDENTIALS
 from pdmesh.v1 import common_pb2, transfer_pb2
 from tests.kvtransfer.endpoints import World, nothing_left, running
 from tests.support.kv_memory import SEALS, FakeKVMemory
 
 BOTH = ("shm", "tcp")
+NEEDED = (MEMFD, ABSTRACT_SOCKETS, PEER_CREDENTIALS)
+needs_all = pytest.mark.skipif(not all(each.is_there for each in NEEDED), reason="shm needs seals and sockets as Linux has them")
 
 
 def both_transports(world: World) -> World:
@@ -44,6 +48,7 @@ async def push(world: World, job: PushJob, memory: FakeKVMemory) -> str:
         memory.close()
 
 
+@needs_all
 async def test_shm_is_preferred() -> None:
     with nothing_left():
         async with running(both_transports(World("shm"))) as world:
@@ -53,6 +58,7 @@ async def test_shm_is_preferred() -> None:
             assert (await world.sender.push(job, timeout_s=10)).transport == "shm"
 
 
+@needs_all
 @pytest.mark.parametrize(
     ("seals", "shared"),
     [(0, True), (fcntl.F_SEAL_GROW, True), (SEALS, False)],
@@ -67,6 +73,7 @@ async def test_memory_that_cannot_be_shared_goes_over_tcp(seals: int, shared: bo
             assert world.delegate.kinds() == ["open", "commit"]
 
 
+@needs_all
 async def test_another_host_goes_over_tcp() -> None:
     with nothing_left():
         async with running(both_transports(World("shm"))) as world:
@@ -75,6 +82,7 @@ async def test_another_host_goes_over_tcp() -> None:
             assert (await world.sender.push(job, timeout_s=10)).transport == "tcp"
 
 
+@needs_all
 async def test_no_common_transport_is_said() -> None:
     with nothing_left():
         async with running(World("shm")) as world:
@@ -84,6 +92,7 @@ async def test_no_common_transport_is_said() -> None:
                 await world.sender.push(job, timeout_s=10)
 
 
+@needs_all
 async def test_a_socket_that_is_gone_goes_over_tcp() -> None:
     with nothing_left():
         async with running(both_transports(World("shm"))) as world:
@@ -92,6 +101,7 @@ async def test_a_socket_that_is_gone_goes_over_tcp() -> None:
             assert (await world.sender.push(job, timeout_s=10)).transport == "tcp"
 
 
+@needs_all
 async def test_nothing_reachable_names_every_reason() -> None:
     with nothing_left():
         async with running(World("shm")) as world:
@@ -105,6 +115,7 @@ async def test_nothing_reachable_names_every_reason() -> None:
             assert raised.value.retryable
 
 
+@needs_all
 async def test_a_stranger_on_the_host_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with nothing_left():
         async with running(both_transports(World("shm"))) as world:
@@ -127,6 +138,7 @@ def send_hello(address: str, hello: transfer_pb2.TransferHello, fds: list[int]) 
         raise PermissionError(reply.message)
 
 
+@needs_all
 @pytest.mark.parametrize(
     ("num_blocks", "count", "message"),
     [
@@ -152,6 +164,7 @@ async def test_descriptors_that_do_not_fit_are_refused(num_blocks: int, count: i
             assert world.delegate.events == []
 
 
+@needs_all
 async def test_a_descriptor_that_is_no_memfd_is_refused() -> None:
     with nothing_left():
         async with running(World("shm")) as world:
@@ -165,6 +178,7 @@ async def test_a_descriptor_that_is_no_memfd_is_refused() -> None:
                     await loop.run_in_executor(executor, send_hello, address, hello, [file.fileno()])
 
 
+@needs_all
 async def test_block_ids_outside_the_senders_pool_are_refused() -> None:
     with nothing_left():
         async with running(World("shm")) as world:
@@ -177,6 +191,7 @@ async def test_block_ids_outside_the_senders_pool_are_refused() -> None:
             await world.receiver.quiesce("r1")
 
 
+@needs_all
 def test_the_mapping_is_read_only() -> None:
     memory = FakeKVMemory(1, 2, 64)
     assert memory.fd is not None
@@ -188,6 +203,7 @@ def test_the_mapping_is_read_only() -> None:
     memory.close()
 
 
+@needs_all
 async def test_a_pool_is_mapped_once_whatever_descriptor_leads_to_it() -> None:
     memory, other, pools = FakeKVMemory(1, 2, 64), FakeKVMemory(1, 2, 64), common.MappedPools()
     assert memory.fd is not None and other.fd is not None
@@ -204,3 +220,26 @@ async def test_a_pool_is_mapped_once_whatever_descriptor_leads_to_it() -> None:
     os.close(again)
     memory.close()
     other.close()
+
+
+@pytest.mark.parametrize("lost", [each.name for each in NEEDED])
+async def test_without_what_it_needs_it_is_not_offered(lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(capabilities.VARIABLE, lost)
+    with nothing_left():
+        async with running(both_transports(World("tcp"))) as world:
+            assert [endpoint.transport for endpoint in world.receiver.endpoints()] == ["tcp"]
+            job = world.job()
+            assert (await world.sender.push(job, timeout_s=10)).transport == "tcp"
+            world.check_arrived(job)
+
+
+@needs_all
+@pytest.mark.parametrize("lost", ["abstract_sockets", "peer_credentials"])
+async def test_a_sender_that_lost_it_does_not_take_it(lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with nothing_left():
+        async with running(both_transports(World("shm"))) as world:
+            job = world.job()
+            assert [endpoint.transport for endpoint in job.reservation.endpoints] == ["shm", "tcp"]
+            monkeypatch.setenv(capabilities.VARIABLE, lost)
+            assert (await world.sender.push(job, timeout_s=10)).transport == "tcp"
+            world.check_arrived(job)

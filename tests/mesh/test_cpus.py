@@ -7,7 +7,8 @@ import pytest
 
 from pdmesh.client.client import AsyncClient
 from pdmesh.launcher.mesh import LocalMesh
-from pdmesh.launcher.plan import LocalMeshConfig, usable_cores
+from pdmesh.launcher.plan import LocalMeshConfig
+from pdmesh.platform.fallbacks import usable_cores
 from pdmesh.sampling_params import SamplingParams
 from tests.mesh import oracle
 

@@ -11,9 +11,11 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 import pytest
 
+from pdmesh.platform import capabilities
 from pdmesh.runtime.child import ManagedProcess, StartFailed
 from pdmesh.runtime.config import EXIT_USAGE, ConfigError
 from pdmesh.runtime.process import Lifecycle, run
@@ -122,9 +124,12 @@ async def test_a_command_that_does_not_exist() -> None:
         await ManagedProcess("x", ["no-such-command"]).start(30)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="parent death is watched by the kernel on Linux only")
+@pytest.mark.parametrize("without", ["", "parent_death"])
 @pytest.mark.parametrize("paused", [False, True])
-async def test_children_die_with_a_parent_that_is_killed(launch: Launch, paused: bool) -> None:
+async def test_children_die_with_a_parent_that_is_killed(
+    launch: Launch, paused: bool, without: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(capabilities.VARIABLE, without)
     parent = launch("parent")
     child_pid = int(str((await parent.start(30))["child_pid"]))
     assert alive(child_pid)
@@ -135,19 +140,43 @@ async def test_children_die_with_a_parent_that_is_killed(launch: Launch, paused:
     await eventually(lambda: not alive(child_pid))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="parent death is watched by the kernel on Linux only")
-def test_exit_with_parent_without_a_wrapper() -> None:
+@pytest.mark.parametrize("without", ["", "parent_death"])
+def test_exit_with_parent_without_a_wrapper(without: str) -> None:
     program = (
         "import subprocess, sys, time; "
         "child = subprocess.Popen([sys.executable, '-m', 'tests.runtime.service', 'orphanable'], stdout=subprocess.PIPE); "
         "print(child.stdout.readline().decode(), end='', flush=True); time.sleep(600)"
     )
-    env = {**os.environ, "EXIT_WITH_PARENT": "1"}
+    env = {**os.environ, "EXIT_WITH_PARENT": "1", capabilities.VARIABLE: without}
     with subprocess.Popen([sys.executable, "-c", program], env=env, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         child_pid = json.loads(parent.stdout.readline())["pid"]
         parent.kill()
     asyncio.run(eventually(lambda: not alive(child_pid)))
+
+
+async def test_the_watcher_of_a_child_goes_with_it_and_holds_none_of_its_files(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(capabilities.VARIABLE, "parent_death")
+    process = launch("plain")
+    await process.start(30)
+    (watcher,) = _children(process.pid)
+    held = [os.readlink(f"/proc/{watcher}/fd/{fd}") for fd in os.listdir(f"/proc/{watcher}/fd")]
+    assert [name.partition(":")[0] for name in held] == ["pipe"], held
+    assert await process.stop(30) == 0
+    await eventually(lambda: not alive(watcher))
+
+
+async def test_a_capability_that_does_not_exist_is_one_line_and_code_2(launch: Launch) -> None:
+    process = launch("plain", env={capabilities.VARIABLE: "memfd,eventfd"})
+    wrong = r"code 2; .*\nservice\.py: PDMESH_WITHOUT: 'eventfd' is no capability; give some of .*, or all$"
+    with pytest.raises(StartFailed, match=wrong):
+        await process.start(30)
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def _handles_sigterm(pid: int) -> bool:

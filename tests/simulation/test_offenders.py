@@ -24,6 +24,7 @@ TCP = "environment/byte_stream.py makes simulated sockets of them; numeric addre
 TIERS = "simulated tiers have threads in virtual time (tiers.py)"
 TLS = "certificates: a simulated mesh has none"
 START = "the start of a real process, its end or its ports: simulated ones are started by mesh.py"
+TRIED = "a capability of the system is tried, once for a process: no answer depends on when"
 SYNC = "the synchronous client: simulated clients are asyncio's"
 DATE = "the date in a text; no decision depends on it"
 
@@ -68,10 +69,17 @@ ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
     ("pdmesh.runtime.failpoints", "os.kill"): (1, "failpoints are off, but where the environment names some"),
     ("pdmesh.runtime.failpoints", "time.sleep"): (1, "failpoints are off, but where the environment names some"),
     ("pdmesh.runtime.log", "threading.Thread"): (1, "writes logs of real processes"),
-    ("pdmesh.runtime.parent_death", "os.execvp"): (1, START),
-    ("pdmesh.runtime.parent_death", "os.kill"): (2, START),
-    ("pdmesh.runtime.parent_death", "threading.Thread"): (1, START),
-    ("pdmesh.runtime.parent_death", "time.sleep"): (1, START),
+    ("pdmesh.platform.capabilities", "selectors.DefaultSelector"): (1, TRIED),
+    ("pdmesh.platform.capabilities", "socket.create_connection"): (1, TRIED),
+    ("pdmesh.platform.capabilities", "socket.socket"): (4, TRIED),
+    ("pdmesh.platform.capabilities", "socket.socketpair"): (1, TRIED),
+    ("pdmesh.platform.parent_death", "os.kill"): (2, START),
+    ("pdmesh.platform.parent_death", "threading.Thread"): (1, START),
+    ("pdmesh.platform.parent_death", "time.sleep"): (1, START),
+    ("pdmesh.platform.parent_death_program", "os.execvp"): (1, START),
+    ("pdmesh.platform.parent_death_program", "os.fork"): (1, START),
+    ("pdmesh.platform.parent_death_program", "os.kill"): (2, START),
+    ("pdmesh.platform.parent_death_program", "select.select"): (1, START),
     ("pdmesh.runtime.ports", "socket.getaddrinfo"): (1, START),
     ("pdmesh.runtime.ports", "socket.socket"): (1, START),
     ("pdmesh.runtime.rpc.channel", "grpc.aio.secure_channel"): (1, TLS),

@@ -33,7 +33,7 @@ from typing import Any, NoReturn, Self
 
 import pytest
 
-from pdmesh.runtime import parent_death
+from pdmesh.platform import parent_death
 from pdmesh.runtime.child import import_path, python_command
 
 RANK = "pdmesh.engine.parallel.rank"
@@ -90,6 +90,7 @@ class ForkServers:
         module = _module_of(argv)
         if module not in MODULES or not _same_modules(options["env"] or os.environ):
             return subprocess.Popen(argv, **options)
+        del options["pass_fds"]  # a forked process looks for its parent itself
         return next(self._turn).fork_piped(argv, module, **options)
 
     def _start_rank(
@@ -109,7 +110,7 @@ def _same_modules(env: Mapping[str, str]) -> bool:
 
 def _module_of(argv: Sequence[str]) -> str:
     """The M of `python -P -m M`, behind what ties it to its parent; empty for other commands."""
-    tied = parent_death.command(python_command("-m"))
+    tied = list(parent_death.tied(python_command("-m")).argv)
     return argv[len(tied)] if list(argv[: len(tied)]) == tied and len(argv) > len(tied) else ""
 
 

@@ -1,4 +1,4 @@
-"""A KV pool without an engine: memfd-backed bytes of any shape, sealed like the real one."""
+"""A KV pool without an engine: memfd-backed bytes of any shape, sealed like the real one; private where nothing can be sealed."""
 
 import fcntl
 import mmap
@@ -7,6 +7,8 @@ import random
 
 from kvtransfer.layout import num_planes
 from kvtransfer.manifest import bytes_per_layer_block
+from pdmesh.platform import linux
+from pdmesh.platform.capabilities import MEMFD
 from pdmesh.v1 import common_pb2
 
 F_SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h; the fcntl module has no name for it
@@ -31,8 +33,11 @@ class FakeKVMemory:
         self.bytes_per_layer_block = bytes_per_layer_block
         self.num_planes = num_planes
         self.num_bytes = num_layers * 2 * num_blocks * bytes_per_layer_block
-        self.fd: int | None = os.memfd_create("pdmesh-test-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.fd, self.num_bytes)
+        self.fd: int | None = None
+        if not MEMFD.is_there:
+            self._map = mmap.mmap(-1, self.num_bytes)
+            return
+        self.fd = linux.memfd("pdmesh-test-kv", self.num_bytes)
         self._map = mmap.mmap(self.fd, self.num_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         if seals:
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)

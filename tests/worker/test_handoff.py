@@ -182,7 +182,7 @@ async def test_a_worker_hands_off_to_itself(model: Model) -> None:
     async with running_worker(model, roles=("prefill", "decode")) as both:
         router = MiniRouter()
         await router.attach(both)
-        for transport in ("shm", "tcp", "grpc"):
+        for transport in both.info.transports:
             request = token_request(PROMPT, seed=1, temperature=0.7)
             reservation = await router.submit(both, transport, request)
             _, outcome = await router.prefill(both, both, transport, request, only_transport(reservation, transport))

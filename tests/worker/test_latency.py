@@ -123,7 +123,7 @@ def test_the_cost_of_experts(tmp_path: Path) -> None:
     engine.kv.close()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="on the CPU ranks share memory as Linux has it")
+@pytest.mark.skipif(sys.platform != "linux", reason="not tried elsewhere yet")
 def test_the_prior_is_of_all_ranks(model: Model) -> None:
     """Ranks on the CPU have the machine that one has, and meet twice a layer; those on CUDA have a device each."""
     settings: dict[str, Any] = {"backend": "torch", "tensor_parallel": 2, "num_threads": 1}

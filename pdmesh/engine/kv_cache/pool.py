@@ -2,25 +2,28 @@
 
     tensor [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]        keys = [:, 0], values = [:, 1]
 
-On Linux CPU a shared pool is a memfd: anonymous shared memory without a name, which is freed when its last mapping and descriptor
+On the CPU a shared pool is a memfd: anonymous shared memory without a name, which is freed when its last mapping and descriptor
 are closed, however the process ends. Our own writable mapping is made first; then the file is sealed, so that a peer that is
 given the descriptor can only map it read-only and can neither shrink nor grow it. A pool that is not shared is private memory.
+
+Where the system has no such memory, no peer gets a descriptor: of a file that it could shrink, our next step would die (SIGBUS).
+Workers then exchange KV over sockets. Only the ranks of one worker, which trust each other, share an unlinked file.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import fcntl
 import mmap
 import os
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from pdmesh.platform import fallbacks, linux
+from pdmesh.platform.capabilities import HUGE_PAGES, MEMFD, TOUCHED_PAGES
 
 # Prefault: the pool's pages are touched before they are needed
 #
@@ -34,7 +37,6 @@ from torch import Tensor
 
 
 STRIPE_BYTES = 128 << 20  # touched at once, of all layers together
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of linux/mman.h: touches pages and changes nothing in them
 
 
 class TouchedPages:
@@ -83,12 +85,13 @@ class TouchedPages:
 def _touch(start: int, end: int) -> bool:
     """Touch the pages of [start, end); False where the system cannot (Linux before 5.14, others): they are then touched by
     use."""
-    if sys.platform != "linux":
+    if not TOUCHED_PAGES.is_there:
         return False
-    start -= start % mmap.PAGESIZE
-    # ctypes releases the GIL for the call.
-    result: int = ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _POPULATE_WRITE)
-    return result == 0
+    try:
+        linux.touch_pages(start - start % mmap.PAGESIZE, end)
+    except OSError:
+        return False
+    return True
 
 
 # Huge pages, where the system has them: streaming then misses the TLB 512 times less often
@@ -97,33 +100,33 @@ def _touch(start: int, end: int) -> bool:
 def private_memory(num_bytes: int) -> mmap.mmap:
     """Return `num_bytes` zero bytes of this process alone: huge pages of shared memory are another setting, mostly off."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them: ordinary pages serve as well
-            memory.madvise(mmap.MADV_HUGEPAGE)
+    if HUGE_PAGES.is_there:
+        with contextlib.suppress(OSError):  # ordinary pages serve as well
+            linux.use_huge_pages(memory)
     return memory
 
 
 # Anonymous memory (memfd) that several processes map; only those that mapped it before it was sealed can write to it
 
 
-# linux/fcntl.h; Python's fcntl module names F_SEAL_FUTURE_WRITE only from 3.13 on.
-_F_SEAL_FUTURE_WRITE = 0x0010
-
-
-def sealed_memory(name: str, num_bytes: int, before_seal: Callable[[int], None] | None = None) -> tuple[mmap.mmap, int]:
-    """Return our mapping, and the descriptor, which the caller closes. `before_seal` gets the descriptor while it can still be
-    mapped for writing. `name` is shown by /proc. On Linux only."""
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+def shared_memory(name: str, num_bytes: int, before_seal: Callable[[int], None] | None = None) -> tuple[mmap.mmap, int | None]:
+    """Return our mapping, and the descriptor that peers may have, which the caller closes; None where memory cannot be sealed.
+    `before_seal` gets a descriptor while it can still be mapped for writing. `name` is shown by /proc."""
+    if not MEMFD.is_there and before_seal is None:
+        return private_memory(num_bytes), None  # only peers would map it
+    fd = linux.memfd(name, num_bytes) if MEMFD.is_there else fallbacks.unlinked_file(num_bytes)
     try:
-        os.ftruncate(fd, num_bytes)
         mapping = mmap.mmap(fd, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         if before_seal is not None:
             before_seal(fd)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        if MEMFD.is_there:
+            linux.seal(fd)
+            return mapping, fd
     except BaseException:
         os.close(fd)
         raise
-    return mapping, fd
+    os.close(fd)
+    return mapping, None
 
 
 @dataclass(frozen=True)
@@ -177,10 +180,9 @@ class KVPool:
         self._map: mmap.mmap | None = None
         self._pages: TouchedPages | None = None
         if device == "cpu":
-            can_share = shared and sys.platform == "linux"
             num_bytes = shape.num_bytes
-            if can_share:
-                self._map, self.fd = sealed_memory("pdmesh-kv", num_bytes, before_seal)
+            if shared:
+                self._map, self.fd = shared_memory("pdmesh-kv", num_bytes, before_seal)
             else:
                 self._map = private_memory(num_bytes)
             self._tensor: Tensor | None = torch.frombuffer(self._map, dtype=shape.dtype).view(shape.tensor_shape)

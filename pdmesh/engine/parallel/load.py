@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -200,8 +199,6 @@ def _threads_each(config: EngineConfig) -> int:
 
 
 def _check_machine(config: EngineConfig) -> None:
-    if config.device == "cpu" and sys.platform != "linux":
-        raise ValueError("tensor_parallel: on the CPU ranks share memory as Linux has it; give 1")
     num_devices = torch.cuda.device_count()
     if config.device == "cuda" and num_devices < config.tensor_parallel:
         asked = f"tensor_parallel: {config.tensor_parallel} ranks need a GPU each"

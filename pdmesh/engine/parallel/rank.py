@@ -1,25 +1,25 @@
 """The process of a rank other than 0: `python -m pdmesh.engine.parallel.rank FD PARENT_PID`, started by `tp_group.py`.
 
-It lives as long as rank 0's process: the kernel kills it with that one (on Linux, also when either is stopped or killed), and a
-closed socket ends it everywhere. Signals that ask to stop are for rank 0, which drains first: a terminal's Ctrl-C reaches both.
+It lives as long as rank 0's process: it is killed with that one (pdmesh.platform.parent_death; by the kernel also while either
+is stopped), and a closed socket ends it. Signals that ask to stop are for rank 0, which drains first: a terminal's Ctrl-C reaches
+both.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import socket
 import sys
 import traceback
 
-_PR_SET_PDEATHSIG = 1
+from pdmesh.platform import parent_death
 
 
 def main(fd: int, parent_pid: int) -> None:
     """Run until rank 0 is gone. Never returns: torch's clean-up at exit may wait for peers."""
-    _end_with(parent_pid)
+    parent_death.exit_with_parent(parent_pid)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     from pdmesh.engine.parallel import tp_protocol  # takes a second: only now, when the process ends with its parent
@@ -37,14 +37,6 @@ def main(fd: int, parent_pid: int) -> None:
             tp_protocol.send(sock, tp_protocol.Kind.FAILED, f"{type(error).__name__}: {error}".encode())
     sys.stderr.flush()
     os._exit(code)
-
-
-def _end_with(parent_pid: int) -> None:
-    """Have the kernel end this process with its parent, like pdmesh/runtime/parent_death.py, which the engine may not import."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:
-        os._exit(1)
 
 
 if __name__ == "__main__":

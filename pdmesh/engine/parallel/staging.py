@@ -14,7 +14,7 @@ from functools import partial
 from torch import Tensor
 
 from pdmesh.engine.kv_cache.copies import Columns, Piece, PieceCopies
-from pdmesh.engine.kv_cache.pool import sealed_memory
+from pdmesh.engine.kv_cache.pool import shared_memory
 from pdmesh.engine.kv_cache.staging import Marks, Staging, StagingSizes
 from pdmesh.engine.kv_cache.streams import Mark, Streams
 from pdmesh.engine.parallel.copies import Copy, CopyChannel
@@ -74,6 +74,7 @@ def stage_ranks(
 
 def _shared_with(model: ParallelModel, shape: PiecesShape, pool: Tensor) -> tuple[SharedPieces, CopyChannel]:
     channels: list[CopyChannel] = []
-    memory, fd = sealed_memory("pdmesh-pieces", shape.num_bytes, lambda fd: channels.append(model.open_copies(shape, fd)))
-    os.close(fd)  # all ranks have it, and no other process gets it
+    memory, fd = shared_memory("pdmesh-pieces", shape.num_bytes, lambda fd: channels.append(model.open_copies(shape, fd)))
+    if fd is not None:
+        os.close(fd)  # all ranks have it, and no other process gets it
     return SharedPieces(shape, memory, pool.device), channels[0]

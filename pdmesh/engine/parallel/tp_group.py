@@ -1,7 +1,7 @@
 """Rank 0's control of the other ranks: it starts their processes, sends commands, is notified of their ends and ends them.
 
 A rank never outlives this process: the kernel ends it with the thread that started it (see rank.py), so each has a thread that
-waits for its end; elsewhere than on Linux a rank sees its socket close.
+waits for its end; where the kernel cannot, a rank looks for its parent, and sees its socket close.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from pdmesh.engine.errors import EngineError
 from pdmesh.engine.runner.batch import StepBatch, Tail
+from pdmesh.platform import fallbacks
 
 _HEADER = struct.Struct("<BQ")
 
@@ -86,7 +87,7 @@ def send_fd(sock: socket.socket, fd: int) -> None:
 
 def receive_fd(sock: socket.socket) -> int:
     """Return a descriptor, which the caller closes. Raises EOFError."""
-    data, fds, _, _ = socket.recv_fds(sock, 1, 1, socket.MSG_CMSG_CLOEXEC)
+    data, fds, _ = fallbacks.receive_fds(sock, 1, 1)
     if not data or len(fds) != 1:
         raise EOFError("rank 0 is gone")
     return fds[0]

@@ -36,6 +36,7 @@ from pdmesh.engine.runner.batch import StepBatch
 from pdmesh.engine.runner.model_runner import ForwardModel, TokenSampler
 from pdmesh.engine.sampling.sampler import SampleRow
 from pdmesh.engine.speculation.cost_curve import CostCurve, rising
+from pdmesh.platform import fallbacks
 from pdmesh.sampling_params import SamplingParams
 
 # Cost curves of earlier starts, in the user's cache folder: one file for each model, machine and setting
@@ -89,10 +90,9 @@ def processor_name(device: torch.device) -> str:
     """Return the name of the processor that computes."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    with contextlib.suppress(OSError):
-        for line in _CPUINFO.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+    for line in (fallbacks.text(_CPUINFO) or "").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
 
 

@@ -25,6 +25,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from pdmesh.platform import linux
+from pdmesh.platform.capabilities import USER_TIMEOUT
 from pdmesh.runtime import ports
 from pdmesh.runtime.addresses import bare_host, join_address
 from pdmesh.runtime.config import ConfigError
@@ -284,13 +286,11 @@ def _watch_peers(listening: socket.socket) -> None:
     """Set keep-alive and user timeout, which accepted sockets inherit (Linux): the kernel then notices peers that are gone, or
     that read nothing. Other systems keep their own defaults."""
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (
-        ("TCP_KEEPIDLE", KEEP_ALIVE_PROBE_S),
-        ("TCP_KEEPINTVL", KEEP_ALIVE_PROBE_S),
-        ("TCP_USER_TIMEOUT", round(connection.STALLED_S * 1000)),
-    ):
+    for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL"):
         if hasattr(socket, name):
-            listening.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+            listening.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), KEEP_ALIVE_PROBE_S)
+    if USER_TIMEOUT.is_there:
+        linux.set_user_timeout(listening, connection.STALLED_S)
 
 
 def _abort(peer: object) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pdmesh.runtime import parent_death
+from pdmesh.platform import parent_death
 from tests.cluster.agent.api import Object
 from tests.cluster.agent.images import CHECKOUT, Image, needed_folders
 from tests.cluster.agent.probes import Probe, probes_of
@@ -112,7 +112,7 @@ class Container:
         path = self._around.folder / f"{self.spec['name']}.json"
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
             json.dump(self._specification(layer), file)
-        command = parent_death.command([sys.executable, "-S", "-m", "tests.cluster.agent.container", str(path)])
+        command = parent_death.tied([sys.executable, "-S", "-m", "tests.cluster.agent.container", str(path)]).argv
         environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), "PYTHONDONTWRITEBYTECODE": "1"}
         with self._log.open("ab") as log:
             return await asyncio.create_subprocess_exec(

@@ -8,7 +8,7 @@ import os
 import signal
 from pathlib import Path
 
-from pdmesh.runtime import parent_death
+from pdmesh.platform import parent_death
 from tests.cluster import network
 from tests.cluster.namespaces import ip
 
@@ -35,7 +35,7 @@ class Sandbox:
 
     async def open(self) -> None:
         """Raises RuntimeError when the system makes no network."""
-        command = parent_death.command(["unshare", "--net", "sleep", "infinity"])
+        command = parent_death.tied(["unshare", "--net", "sleep", "infinity"]).argv
         self._holder = await asyncio.create_subprocess_exec(*command, start_new_session=True)
         await self._wait_for_namespace(self._holder)
         await asyncio.to_thread(self._plug, self._holder.pid)

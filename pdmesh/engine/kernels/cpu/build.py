@@ -34,6 +34,7 @@ from pathlib import Path
 
 from pdmesh.engine.kernels.cpu import isa
 from pdmesh.engine.loader.hash import cache_folder
+from pdmesh.platform.fallbacks import usable_cores
 
 Say = Callable[[str], None]
 
@@ -250,7 +251,7 @@ def _compile_and_link(tier: isa.Tier, code: Sources, compiler: Compiler, folder:
     options = (*_FLAGS, *tier.flags, tier.define, f'-DPDMESH_BUILD_STAMP="{code.stamp}"')
     sources = sorted(path.name for path in folder.glob("*.cpp"))
     commands = [(*compiler.command, *options, "-c", name, "-o", f"{name}.o") for name in sources]
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()) as pool:
+    with ThreadPoolExecutor(len(usable_cores())) as pool:
         warnings = list(pool.map(lambda command: _run(command, folder, code.project.title), commands))
     objects = (f"{name}.o" for name in sources)
     link = (*compiler.command, *objects, *_LINK_FLAGS, "-o", code.project.library)

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from pdmesh.platform import fallbacks
+from pdmesh.platform.capabilities import CPU_TIERS
+
 VARIABLE = "PDMESH_CPU_ISA"
 _CPUINFO = Path("/proc/cpuinfo")
 
@@ -77,6 +80,8 @@ def compilable(machine: str | None = None) -> tuple[Tier, ...]:
 def supported(cpuinfo: Path = _CPUINFO, machine: str | None = None) -> tuple[Tier, ...]:
     """Return the tiers that this processor has, best first. "portable" is always among them, and alone where nothing else is
     known: other architectures than x86-64, and systems without /proc/cpuinfo."""
+    if CPU_TIERS.is_taken:
+        return (_PORTABLE,)
     present = _processor_flags(cpuinfo)
     return tuple(tier for tier in compilable(machine) if tier.needs <= present and tier.may_run())
 
@@ -101,11 +106,7 @@ def detect(environment: Mapping[str, str] | None = None, tiers: tuple[Tier, ...]
 
 def _processor_flags(cpuinfo: Path) -> frozenset[str]:
     """Return the flags of the first processor: all processors of one machine have the same."""
-    try:
-        lines = cpuinfo.read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        return frozenset()
-    for line in lines:
+    for line in (fallbacks.text(cpuinfo) or "").splitlines():
         name, _, value = line.partition(":")
         if name.strip() == "flags":
             return frozenset(value.split())

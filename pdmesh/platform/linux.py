@@ -1,0 +1,123 @@
+"""Calls that only Linux has. Elsewhere each raises OSError (ENOSYS); `capabilities` says which of them work."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Collection
+
+from pdmesh.platform import parent_death_program
+
+_MADV_POPULATE_WRITE = 23  # linux/mman.h: touches pages and changes nothing in them
+_F_SEAL_FUTURE_WRITE = 0x0010  # linux/fcntl.h; Python's fcntl module names it only from 3.13 on
+_PR_GET_PDEATHSIG = 2  # linux/prctl.h
+_UCRED = struct.Struct("iII")  # pid, uid, gid
+
+CLOSE_RECEIVED_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+"""A flag of `socket.recv_fds`; 0 where it does not exist: `os.set_inheritable` then does the same a moment later."""
+
+
+def memfd(name: str, num_bytes: int) -> int:
+    """Return the descriptor of `num_bytes` zero bytes of memory without a file, which can be sealed. `name` is shown by /proc."""
+    if sys.platform != "linux":
+        raise _absent("memfd_create")
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, num_bytes)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def seal(fd: int) -> None:
+    """Let nobody shrink, grow or newly map for writing the memory of `memfd`; mappings that exist stay writable."""
+    if sys.platform != "linux":
+        raise _absent("F_ADD_SEALS")
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+
+
+def cannot_shrink(fd: int) -> bool:
+    """Return whether memory is sealed against shrinking. Raises OSError for what is no memfd."""
+    if sys.platform != "linux":
+        raise _absent("F_GET_SEALS")
+    return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+
+
+def peer_uid(sock: socket.socket) -> int:
+    """Return the user whose process is at the other end of a connected Unix socket."""
+    if sys.platform != "linux":
+        raise _absent("SO_PEERCRED")
+    _, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    return int(uid)
+
+
+def set_parent_death_signal() -> None:
+    """Have the kernel kill this process when the thread that started it ends."""
+    if sys.platform != "linux":
+        raise _absent("PR_SET_PDEATHSIG")
+    parent_death_program.set_parent_death_signal(signal.SIGKILL)
+
+
+def parent_death_signal() -> int:
+    """Return the signal that this process gets when its parent ends; 0: none."""
+    if sys.platform != "linux":
+        raise _absent("PR_GET_PDEATHSIG")
+    number = ctypes.c_int()
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_GET_PDEATHSIG, ctypes.byref(number), 0, 0, 0) != 0:
+        raise _failed("prctl(PR_GET_PDEATHSIG)")
+    return number.value
+
+
+def touch_pages(start: int, end: int) -> None:
+    """Allocate the pages of the addresses [start, end) now. `start` is at the beginning of a page."""
+    if sys.platform != "linux":
+        raise _absent("MADV_POPULATE_WRITE")
+    # ctypes releases the GIL for the call.
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_POPULATE_WRITE) != 0:
+        raise _failed("madvise(MADV_POPULATE_WRITE)")
+
+
+def use_huge_pages(memory: mmap.mmap) -> None:
+    """Allow the kernel to lay private memory into huge pages."""
+    if sys.platform != "linux":
+        raise _absent("MADV_HUGEPAGE")
+    memory.madvise(mmap.MADV_HUGEPAGE)
+
+
+def allowed_cores() -> set[int]:
+    """Return the numbers of the cores on which this thread may run."""
+    if sys.platform != "linux":
+        raise _absent("sched_getaffinity")
+    return os.sched_getaffinity(0)
+
+
+def bind_thread(cores: Collection[int]) -> None:
+    """Let this thread run on these cores alone."""
+    if sys.platform != "linux":
+        raise _absent("sched_setaffinity")
+    os.sched_setaffinity(0, cores)
+
+
+def set_user_timeout(sock: socket.socket, timeout_s: float) -> None:
+    """Have the kernel end a TCP connection whose peer has confirmed nothing for so long; accepted sockets inherit it."""
+    if sys.platform != "linux":
+        raise _absent("TCP_USER_TIMEOUT")
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(timeout_s * 1000))
+
+
+def _absent(call: str) -> OSError:
+    return OSError(errno.ENOSYS, f"{call}: {os.strerror(errno.ENOSYS)}")
+
+
+def _failed(call: str) -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, f"{call}: {os.strerror(number)}")
