@@ -212,8 +212,7 @@ PEER_CREDENTIALS = Capability(
 PARENT_DEATH = Capability(
     "parent_death",
     "the kernel ends a process with its parent",
-    "each process of a mesh has a small process beside it that ends it with the launcher; ranks of a worker look for their "
-    "parent twice a second",
+    "each process of a mesh, and each rank of a worker, has a small process beside it that ends it with its parent",
     _try_parent_death,
 )
 HUGE_PAGES = Capability(
@@ -259,7 +258,7 @@ SHARED_PORTS = Capability(
 USER_TIMEOUT = Capability(
     "user_timeout",
     "the kernel ends connections whose peer reads nothing",
-    "a client of the HTTP API that vanished while it was sent something holds its connection for minutes",
+    "a client of the HTTP API that does not read its answer to the end holds its connection as long as it likes",
     _try_user_timeout,
 )
 CPU_TIERS = Capability(

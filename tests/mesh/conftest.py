@@ -20,7 +20,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
-EXECUTED = {"test_first_start", "test_mesh", "test_wheel"}
+EXECUTED = {"test_first_start", "test_mesh", "test_wheel", "test_without"}
 """Here processes are started as users start them: by their whole command, which imports everything for itself."""
 
 

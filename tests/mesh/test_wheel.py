@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import time
 import venv
 from collections.abc import Iterator
 from importlib import metadata
@@ -16,11 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.up_command import UpCommand
+
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("protos", "router", "runtime", "worker", "engine", "text", "planning", "simulator", "autoscaler")
 CLIENT = ("grpcio", "grpcio-status", "protobuf", "googleapis-common-protos", "typing_extensions")
 INSTALLED = {"decode_service", "kvtransfer", "pdmesh", "prefill_service", "router"}
-START_S = 120.0
 BOTH_PROTOS = """
 import mesh_pb2, protos, runtime
 from pdmesh.client import AsyncClient, Client, Delta
@@ -108,41 +107,30 @@ def environment(wheel: Path, tmp_path: Path) -> Path:
     return tmp_path / "environment/bin"
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 @pytest.fixture
-def up(environment: Path, crowded: Path) -> Iterator[int]:
-    """Return the port of a mesh that `pdmesh up` runs in the crowded folder."""
-    port = free_port()
-    command = [str(environment / "pdmesh"), "up", "--port", str(port), "--http-port", "", "--no-console", "--threads", "1"]
-    mesh = subprocess.Popen(command, cwd=crowded, env=clean(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        ends = time.monotonic() + START_S
-        while time.monotonic() < ends and mesh.poll() is None:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            time.sleep(0.2)
-        assert mesh.poll() is None, mesh.stdout and mesh.stdout.read()
-        yield port
-    finally:
-        mesh.send_signal(signal.SIGINT)
-        mesh.communicate(timeout=60)
+def up(environment: Path, crowded: Path, tmp_path: Path) -> Iterator[UpCommand]:
+    """Yield a mesh that the installed `pdmesh up` runs in the crowded folder; afterwards nothing of it may be left."""
+    with UpCommand((str(environment / "pdmesh"),), cwd=crowded, folder=tmp_path, env=clean()) as mesh:
+        mesh.wait_listening()
+        yield mesh
+        assert mesh.end(signal.SIGINT) == 0
+        assert mesh.leftovers() == []
+
+
+def test_programs_import_the_wheel_and_nothing_of_the_checkout(environment: Path, tmp_path: Path) -> None:
+    imports = "import decode_service, kvtransfer, pdmesh, prefill_service, router, sys"
+    command = [str(environment / "python"), "-P", "-c", f"{imports}; print(pdmesh.__file__, router.__file__, *sys.path)"]
+    done = subprocess.run(command, cwd=tmp_path, env=clean(), capture_output=True, text=True, timeout=60, check=True)
+    shown = done.stdout.split()
+    assert all(Path(path).is_relative_to(environment.parent) for path in shown[:2])
+    assert not any(Path(path) == ROOT for path in shown)
 
 
 @pytest.mark.real_model
 @pytest.mark.timeout(300)
-def test_a_mesh_runs_and_answers_in_that_folder(up: int, environment: Path, crowded: Path) -> None:
-    question = [str(environment / "pdmesh"), "chat", "What is the capital of France?", "--temperature", "0", "--max-tokens", "16"]
-    asked = [*question, "--router", f"127.0.0.1:{up}"]
-    ends = time.monotonic() + START_S
-    while True:  # the router listens before its workers are ready
-        answer = subprocess.run(asked, cwd=crowded, env=clean(), capture_output=True, text=True, timeout=120, check=False)
-        if "Paris" in answer.stdout or time.monotonic() > ends:
-            break
-        time.sleep(0.5)
-    assert "Paris" in answer.stdout, answer.stderr
+def test_a_mesh_runs_and_answers_in_that_folder(up: UpCommand) -> None:
+    """One question on the command line, and a conversation of two turns from standard input."""
+    assert "Paris" in up.answer("What is the capital of France?")
+    asked = "What is the capital of France?\nWhat is the capital of Italy?\n/exit\n"
+    talk = up.run("chat", "--temperature", "0", "--max-tokens", "16", text=asked)
+    assert "Paris" in talk.stdout and "Rome" in talk.stdout, talk.stdout + talk.stderr

@@ -167,6 +167,7 @@ async def _meet(address: str, wanted: set[str]) -> None:
             met.update(await asyncio.gather(*(_who(address) for _ in range(8))))
 
 
+@pytest.mark.skipif(not ports.can_share(), reason="this system does not share ports")
 async def test_both_serve_and_one_that_is_killed_comes_back(model_folder: Path) -> None:
     flags = ("--port", "0", "--http-port", "0", "--processes", "2", "--router-id", "r", "--linger-s", "0")
     lines: list[str] = []

@@ -1,8 +1,7 @@
 """The process of a rank other than 0: `python -m pdmesh.engine.parallel.rank FD PARENT_PID`, started by `tp_group.py`.
 
-It lives as long as rank 0's process: it is killed with that one (pdmesh.platform.parent_death; by the kernel also while either
-is stopped), and a closed socket ends it. Signals that ask to stop are for rank 0, which drains first: a terminal's Ctrl-C reaches
-both.
+It lives as long as rank 0's process: it is killed with that one (pdmesh.platform.parent_death), and a closed socket ends it.
+Signals that ask to stop are for rank 0, which drains first: a terminal's Ctrl-C reaches both.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rank 0's control of the other ranks: it starts their processes, sends commands, is notified of their ends and ends them.
 
 A rank never outlives this process: the kernel ends it with the thread that started it (see rank.py), so each has a thread that
-waits for its end; where the kernel cannot, a rank looks for its parent, and sees its socket close.
+waits for its end; where the kernel cannot, a process watches over each rank.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from pdmesh.engine.parallel import tp_protocol
 from pdmesh.engine.parallel.tp_protocol import Kind, RankFailed
+from pdmesh.platform import parent_death
+from pdmesh.platform.capabilities import PARENT_DEATH
+from pdmesh.platform.parent_death import TiedCommand
 
 START_TIMEOUT_S = 1800.0  # for a large model on a slow disk
 CLOSE_GRACE_S = 3.0
@@ -184,11 +187,12 @@ class _TensorParallelRank:
 
     def _run(self) -> None:
         try:
+            command = _command(self._theirs.fileno())
             self.process = subprocess.Popen(
-                _command(self._theirs.fileno()),
+                command.argv,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,  # our standard output is for lines of JSON
-                pass_fds=(self._theirs.fileno(),),
+                pass_fds=command.pass_fds,
                 env={**os.environ, "PYTHONPATH": _python_path()},
             )
         except OSError as error:
@@ -200,8 +204,14 @@ class _TensorParallelRank:
         self._on_end(self, self.process.wait())
 
 
-def _command(fd: int) -> Sequence[str]:
-    return (sys.executable, "-P", "-m", "pdmesh.engine.parallel.rank", str(fd), str(os.getpid()))
+def _command(fd: int) -> TiedCommand:
+    """Return the command of a rank. It ties itself to us first of all; where it could only look for us, which a stopped one does
+    not, a process watches over it."""
+    argv = (sys.executable, "-P", "-m", "pdmesh.engine.parallel.rank", str(fd), str(os.getpid()))
+    if PARENT_DEATH.is_there:
+        return TiedCommand(argv, (fd,))
+    tied = parent_death.tied(argv)
+    return TiedCommand(tied.argv, (fd, *tied.pass_fds))
 
 
 def _python_path() -> str:

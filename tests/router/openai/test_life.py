@@ -18,6 +18,7 @@ import openai
 import pytest
 
 from pdmesh.launcher.certificates import make_certificates
+from pdmesh.platform.capabilities import USER_TIMEOUT
 from pdmesh.runtime.config import ConfigError
 from pdmesh.runtime.rpc.tls import TlsConfig
 from router.api.http import connection
@@ -121,6 +122,7 @@ def _connections(mesh: Mesh) -> list[Any]:
     return list(mesh.router.http._server.server_state.connections)
 
 
+@pytest.mark.skipif(not USER_TIMEOUT.is_there, reason="the kernel does not end such a connection")
 async def test_a_whole_answer_that_nobody_takes_is_dropped(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "STALLED_S", 0.5)
     async with running_mesh(model_folder, http_port=0) as mesh:

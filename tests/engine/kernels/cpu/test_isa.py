@@ -7,9 +7,21 @@ from pathlib import Path
 import pytest
 
 from pdmesh.engine.kernels.cpu import isa
+from pdmesh.platform import capabilities
 
 PORTABLE = isa.by_name("portable")
 PROCESSOR = "processor\t: 0\nflags\t\t: fpu sse2 {}\n"
+
+
+@pytest.fixture(autouse=True)
+def all_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(capabilities.VARIABLE, raising=False)
+
+
+def test_without_tiers_it_is_portable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (cpuinfo := tmp_path / "cpuinfo").write_text(PROCESSOR.format(" ".join(isa.TIERS[0].needs)), encoding="ascii")
+    monkeypatch.setenv(capabilities.VARIABLE, "cpu_tiers")
+    assert isa.supported(cpuinfo, "x86_64") == (PORTABLE,)
 
 
 def test_the_best_tier_of_the_processor_is_taken(tmp_path: Path) -> None:
