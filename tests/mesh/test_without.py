@@ -27,6 +27,12 @@ def up(tmp_path: Path, *arguments: str) -> UpCommand:
     return UpCommand(PROGRAM, cwd=tmp_path, folder=tmp_path, env=environment, arguments=arguments)
 
 
+def is_worker(pid: int) -> bool:
+    """Whether it is the decode worker, not what watches over it: that one keeps the command that it began with."""
+    command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    return b"decode-0" in command and b"-I" not in command
+
+
 @pytest.mark.real_model
 def test_it_answers_and_leaves_nothing(tmp_path: Path) -> None:
     segments = shared_memory_names()
@@ -46,7 +52,7 @@ def test_its_processes_end_with_a_launcher_that_is_killed(tmp_path: Path, tiny: 
         mesh.wait_listening()
         pids = mesh.pids()
         assert len(pids) >= 9
-        paused = next(pid for pid in pids if b"pdmesh.worker" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        paused = next(pid for pid in pids if is_worker(pid))
         os.kill(paused, signal.SIGSTOP)
         assert mesh.end(signal.SIGKILL) == -signal.SIGKILL
         assert [left for left in mesh.leftovers() if left.startswith("process")] == []

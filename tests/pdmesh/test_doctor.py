@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from pdmesh.doctor import machine, software, transfer
 from pdmesh.doctor.machine import Check, State, examine, missing, ok
 from pdmesh.engine.kernels.cpu import build, isa
 from pdmesh.models.catalogue import KNOWN_MODELS
+from pdmesh.platform import capabilities
 from tests.support.terminal import plain
 from tests.support.tiny_models import make_tiny_model
 
@@ -41,6 +43,38 @@ def test_this_machine_moves_kv_over_every_transport() -> None:
     assert finding.state is State.OK, finding
     assert "on this host shm (" in finding.found and "across hosts tcp (" in finding.found
     assert finding.found.startswith("shm ") and finding.found.count("GB/s") == len(installed())
+
+
+def test_this_machine_lacks_nothing_or_says_what() -> None:
+    lacking = {f"no {each.name}" for each in capabilities.lacking()}
+    findings = examine(machine.capabilities())
+    assert {finding.name for finding in findings} == {"capabilities", *lacking}
+    there = next(finding for finding in findings if finding.name == "capabilities").found.split(", ")
+    assert len(there) + len(lacking) == len(capabilities.CAPABILITIES)
+
+
+def test_what_is_taken_away_is_lacking_with_its_loss_and_a_mesh_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(capabilities.VARIABLE, capabilities.ALL)
+    findings = examine(machine.capabilities())
+    assert [finding.name for finding in findings] == ["capabilities", *(f"no {each.name}" for each in capabilities.CAPABILITIES)]
+    assert findings[0].found == "none"
+    for finding, capability in zip(findings[1:], capabilities.CAPABILITIES, strict=True):
+        assert (finding.state, finding.blocks, finding.cost) == (State.WARN, False, capability.lost)
+        assert finding.found.endswith("taken away by PDMESH_WITHOUT") and finding.remedy == "leave it out of PDMESH_WITHOUT"
+    lines = plain(*doctor.report(findings))
+    assert any("no memfd" in line for line in lines)
+    assert lines[-1] == "a mesh can run here"
+
+
+def test_checks_of_the_machine_do_without_what_only_linux_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(capabilities.VARIABLE, capabilities.ALL)
+    shared = machine.shared_memory()
+    assert shared.state is State.WARN and shared.found == "lacks memfd: taken away by PDMESH_WITHOUT"
+    assert machine.cpu_features().state is State.WARN
+    assert "does not tell how much of it is free" in machine.memory().found
+    assert machine.cores().found.startswith(f"{os.cpu_count()} usable of {os.cpu_count()}")
+    moved = transfer.transports()
+    assert "on this host tcp (" in moved.found and "shm " not in moved.found
 
 
 KNOWN = transports_with(None)
