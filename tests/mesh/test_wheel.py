@@ -19,7 +19,7 @@ from tests.support.up_command import UpCommand
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("protos", "router", "runtime", "worker", "engine", "text", "planning", "simulator", "autoscaler")
 CLIENT = ("grpcio", "grpcio-status", "protobuf", "googleapis-common-protos", "typing_extensions")
-INSTALLED = {"decode_service", "kvtransfer", "pdmesh", "prefill_service", "router"}
+INSTALLED = {"decode_service", "kvtransfer", "pdmesh", "pdmesh_vllm", "prefill_service", "router"}
 BOTH_PROTOS = """
 import mesh_pb2, protos, runtime
 from pdmesh.client import AsyncClient, Client, Delta
@@ -29,12 +29,16 @@ print(protos.OWNER, runtime.OWNER)
 """
 
 
+def listed() -> list[str]:
+    """Return the files of this checkout."""
+    return subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy: a build leaves folders behind in its sources."""
     folder = tmp_path_factory.mktemp("wheel")
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
-    for name in listed:
+    for name in listed():
         if name.split("/")[0] in INSTALLED | {"protos", "pyproject.toml", "README.md", "LICENSE"} and (ROOT / name).is_file():
             (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / "source" / name)
@@ -74,9 +78,12 @@ def clean() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
-def test_it_installs_five_packages(wheel: Path, tmp_path: Path) -> None:
+def test_it_installs_its_packages_with_all_their_files(wheel: Path, tmp_path: Path) -> None:
+    """Sources of kernels, pages of the console and stubs among them."""
     site = install(wheel, tmp_path / "environment")
     assert {path.name for path in site.iterdir() if not path.name.endswith(".dist-info")} == INSTALLED
+    names = [name for name in listed() if name.split("/")[0] in INSTALLED and (ROOT / name).is_file()]
+    assert [name for name in names if not (site / name).is_file()] == []
     ours = {path.relative_to(ROOT / "protos") for path in (ROOT / "protos").rglob("*.proto")}
     shared = tmp_path / "environment/share/pdmesh/protos"
     assert {path.relative_to(shared) for path in shared.rglob("*.proto")} == ours
