@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, cast
 
+from pdmesh.platform import capabilities
 from tests.simulation.world import CLOCK_TICK_NS, World, current_process
 
 EPOCH_S = 1_800_000_000
@@ -30,9 +31,10 @@ def enter(world: World | None) -> None:
 
 
 def install() -> None:
-    """Replace the functions, once in a process."""
+    """Replace the functions, once in a process. What the system can do is tried before, on real sockets."""
     if _real:
         return
+    capabilities.lacking()
     for name in ("monotonic", "monotonic_ns", "time", "time_ns", "perf_counter", "perf_counter_ns"):
         _real[name] = getattr(time, name)
     _put(time, "monotonic", lambda: _monotonic_ns() / 1e9)
