@@ -83,7 +83,7 @@ _COMPILERS = ("cc", "gcc", "clang")
 # Instructions for matrix products and quantized weights, slowest last.
 _CPU_FEATURES = (
     *("amx_bf16", "amx_int8", "avx512_bf16", "avx512_vnni", "avx512f", "avx_vnni", "avx2", "fma", "f16c"),
-    *("sve", "bf16", "i8mm", "asimd"),
+    *("sve", "bf16", "i8mm", "asimddp", "asimd"),
 )
 _LOW_MEMORY_BYTES = 3_000_000_000
 _LEAST_MEMORY_BYTES = 1_200_000_000
@@ -121,9 +121,10 @@ def cpu_features() -> Check:
         return warn("cpu features", "the system does not tell them", "kernels run in portable code", "use Linux for speed")
     found = [feature for feature in _CPU_FEATURES if feature in cpu_flags(content.splitlines())]
     shown = ", ".join(found) or "none that matters"
-    if {"avx2", "asimd"} & set(found):
+    if {"avx2", "asimddp"} & set(found):
         return ok("cpu features", shown)
-    return warn("cpu features", shown, "generation is several times slower", "use a processor with AVX2 (2013 or later)")
+    remedy = "use a processor with AVX2 (2013 or later) or ARM's dot product (2018 or later)"
+    return warn("cpu features", shown, "generation is several times slower", remedy)
 
 
 def cpu_flags(cpuinfo: Iterable[str]) -> frozenset[str]:

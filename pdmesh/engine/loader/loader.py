@@ -186,7 +186,7 @@ def _load(
     native = NativeModel(
         library, source.config, weights, block_size=config.block_size, kv_dtype=numerics.kv_dtype, num_threads=num_threads
     )
-    return native, numerics.name(f"native{KERNEL_REVISION}-{isa.detect().name}")
+    return native, numerics.name(f"native{KERNEL_REVISION}-{isa.detect().mode}")
 
 
 def _load_triton(source: WeightSource, config: EngineConfig, numerics: Numerics, progress: Progress) -> tuple[TritonModel, str]:

@@ -108,12 +108,13 @@ template <class Dot, int MR, int NR, class Emit>
 
 template <class Dot, int NR, class Emit>
 void thin_rows(const ThinPiece& piece, int panel, const uint8_t* ask, const Emit& emit) {
-    for (int row = piece.row; row < piece.end; row += 4, ask = nullptr) {
-        switch (std::min(piece.end - row, 4)) {
+    constexpr int high = Dot::kRoom.fits(4, NR) ? 4 : 2;
+    for (int row = piece.row; row < piece.end; row += high, ask = nullptr) {
+        switch (std::min(piece.end - row, high)) {
             case 1: thin_tile<Dot, 1, NR>(piece, row, panel, ask, emit); break;
             case 2: thin_tile<Dot, 2, NR>(piece, row, panel, ask, emit); break;
-            case 3: thin_tile<Dot, 3, NR>(piece, row, panel, ask, emit); break;
-            default: thin_tile<Dot, 4, NR>(piece, row, panel, ask, emit);
+            case 3: if constexpr (high >= 3) thin_tile<Dot, 3, NR>(piece, row, panel, ask, emit); break;
+            default: if constexpr (high >= 4) thin_tile<Dot, 4, NR>(piece, row, panel, ask, emit);
         }
     }
 }

@@ -42,21 +42,33 @@ template <class Dot, int MR, int NR, bool kAhead, class Panels>
         for (int j = 0; j < NR; j++) f_store(out + i * out_stride + j * kPanel, acc[i][j]);
 }
 
+// The same panel by panel where the registers do not hold all.
+template <class Dot, int MR, int NR, bool kAhead, class Panels>
+[[gnu::always_inline]] inline void fitting_products(const uint8_t* a, size_t stride, int num_lists, int units, const Panels& panels, float* out,
+                                                    int out_stride) {
+    constexpr int at_once = Dot::kRoom.panels_at_once(MR, NR);
+    for (int j = 0; j < NR; j += at_once) {
+        const auto some = [&](int list, int number, bool ahead) { return panels(list, j + number, ahead); };
+        small_product<Dot, MR, at_once, kAhead>(a, stride, num_lists, units, some, out + j * kPanel, out_stride);
+    }
+}
+
 template <class Dot, int NR, class Panels>
 [[gnu::noinline]] void small_rows(const uint8_t* a, size_t stride, int rows, int num_lists, int units, const Panels& panels, float* out,
                                   int out_stride) {
-    if (rows >= 6) small_product<Dot, 6, NR, true>(a, stride, num_lists, units, panels, out, out_stride);
-    int row = rows >= 6 ? 6 : 0;
-    for (; rows - row >= 6; row += 6)
-        small_product<Dot, 6, NR, false>(a + row * stride, stride, num_lists, units, panels, out + row * out_stride, out_stride);
+    constexpr int high = Dot::kRoom.rows(6);
+    if (rows >= high) fitting_products<Dot, high, NR, true>(a, stride, num_lists, units, panels, out, out_stride);
+    int row = rows >= high ? high : 0;
+    for (; rows - row >= high; row += high)
+        fitting_products<Dot, high, NR, false>(a + row * stride, stride, num_lists, units, panels, out + row * out_stride, out_stride);
     a += row * stride;
     out += row * out_stride;
     switch (rows - row) {
-        case 1: return small_product<Dot, 1, NR, true>(a, stride, num_lists, units, panels, out, out_stride);
-        case 2: return small_product<Dot, 2, NR, true>(a, stride, num_lists, units, panels, out, out_stride);
-        case 3: return small_product<Dot, 3, NR, true>(a, stride, num_lists, units, panels, out, out_stride);
-        case 4: return small_product<Dot, 4, NR, true>(a, stride, num_lists, units, panels, out, out_stride);
-        case 5: return small_product<Dot, 5, NR, true>(a, stride, num_lists, units, panels, out, out_stride);
+        case 1: return fitting_products<Dot, 1, NR, true>(a, stride, num_lists, units, panels, out, out_stride);
+        case 2: return fitting_products<Dot, 2, NR, true>(a, stride, num_lists, units, panels, out, out_stride);
+        case 3: return fitting_products<Dot, 3, NR, true>(a, stride, num_lists, units, panels, out, out_stride);
+        case 4: if constexpr (high > 4) fitting_products<Dot, 4, NR, true>(a, stride, num_lists, units, panels, out, out_stride); return;
+        case 5: if constexpr (high > 5) fitting_products<Dot, 5, NR, true>(a, stride, num_lists, units, panels, out, out_stride); return;
         default: return;
     }
 }

@@ -15,16 +15,17 @@
 
 namespace pdmesh {
 
-// One tile from a zero start to floats: out[i][j] = row i x panel (first + j), scales applied.
+// One tile from a zero start to floats: out[i][j] = row i x panel (first + j), scales applied. `step`: how many panels later the
+// one is that panel j asks for, where bit j of `ahead` is set.
 template <class Dot, int MR, int NR>
-inline void product(const PdmeshLinear& linear, const Rows& rows, int row, int panel, unsigned ahead, F (&out)[MR][NR]) {
+inline void product(const PdmeshLinear& linear, const Rows& rows, int row, int panel, unsigned ahead, int step, F (&out)[MR][NR]) {
     const size_t panel_bytes = static_cast<size_t>(rows.units) * kUnit;
     const uint8_t *w[NR], *next[NR];
     typename Dot::Acc acc[MR][NR];
 #pragma GCC unroll 8
     for (int j = 0; j < NR; j++) {
         w[j] = linear.packed + (panel + j) * panel_bytes;
-        next[j] = w[j] + (ahead >> j & 1 ? NR * panel_bytes : 0);  // what is asked for again costs next to nothing
+        next[j] = w[j] + (ahead >> j & 1 ? step * panel_bytes : 0);  // what is asked for again costs next to nothing
     }
 #pragma GCC unroll 8
     for (int i = 0; i < MR; i++)
@@ -44,9 +45,32 @@ inline void product(const PdmeshLinear& linear, const Rows& rows, int row, int p
     }
 }
 
+// Adds rows x panels of nibbles, units [first, last) of a group; `a`: where the first one's inputs are. Panel j asks for the unit
+// `next` bytes later, where bit j of `ahead` is set.
+template <int MR, int NR>
+[[gnu::always_inline]] inline void add_nibbles(const uint8_t* a, size_t stride, const uint8_t* const (&w)[NR], int first, int last,
+                                               unsigned ahead, size_t next, I (&acc)[MR][NR]) {
+    for (int s = first; s < last; s++, a += 8) {
+        I low[NR], high[NR];
+#pragma GCC unroll 8
+        for (int j = 0; j < NR; j++) {
+            const I both = i_load(w[j] + s * kUnit);
+            if (ahead >> j & 1) prefetch_far(w[j] + s * kUnit + next);
+            low[j] = i_low_nibbles(both);
+            high[j] = i_high_nibbles(both);
+        }
+#pragma GCC unroll 8
+        for (int i = 0; i < MR; i++) {
+            const I x = i_broadcast(a + i * stride), y = i_broadcast(a + i * stride + 4);
+#pragma GCC unroll 8
+            for (int j = 0; j < NR; j++) acc[i][j] = dot_nibbles(dot_nibbles(acc[i][j], low[j], x), high[j], y);
+        }
+    }
+}
+
 // The same for int4: integers are exact within a group; groups add up in float32, in order.
 template <int MR, int NR>
-inline void product_int4(const PdmeshLinear& linear, const Rows& rows, int row, int panel, unsigned ahead, F (&out)[MR][NR]) {
+inline void product_int4(const PdmeshLinear& linear, const Rows& rows, int row, int panel, unsigned ahead, int step, F (&out)[MR][NR]) {
     const int steps = linear.group / 8, groups = rows.num_groups;
     const size_t group_bytes = static_cast<size_t>(steps) * kUnit + kUnit, panel_bytes = group_bytes * groups;
     const uint8_t* a = rows.data + row * rows.stride;
@@ -63,27 +87,28 @@ inline void product_int4(const PdmeshLinear& linear, const Rows& rows, int row, 
         for (int i = 0; i < MR; i++)
 #pragma GCC unroll 8
             for (int j = 0; j < NR; j++) acc[i][j] = i_zero();
-        for (int s = 0; s < steps; s++, a += 8) {
-            I low[NR], high[NR];
+        if constexpr (kNibbleSteps >= kMostGroup / 8) {
+            add_nibbles<MR, NR>(a, rows.stride, w, 0, steps, ahead, step * panel_bytes, acc);
+        } else {
+            for (int s = 0; s < steps; s += kNibbleSteps) {
+                I part[MR][NR];
 #pragma GCC unroll 8
-            for (int j = 0; j < NR; j++) {
-                const I both = i_load(w[j] + s * kUnit);
-                if (ahead >> j & 1) prefetch_far(w[j] + s * kUnit + NR * panel_bytes);
-                low[j] = i_low_nibbles(both);
-                high[j] = i_high_nibbles(both);
-            }
+                for (int i = 0; i < MR; i++)
 #pragma GCC unroll 8
-            for (int i = 0; i < MR; i++) {
-                const I x = i_broadcast(a + i * rows.stride), y = i_broadcast(a + i * rows.stride + 4);
+                    for (int j = 0; j < NR; j++) part[i][j] = i_zero();
+                add_nibbles<MR, NR>(a + s * 8, rows.stride, w, s, std::min(steps, s + kNibbleSteps), ahead, step * panel_bytes, part);
 #pragma GCC unroll 8
-                for (int j = 0; j < NR; j++) acc[i][j] = dot_u8s8(dot_u8s8(acc[i][j], low[j], x), high[j], y);
+                for (int i = 0; i < MR; i++)
+#pragma GCC unroll 8
+                    for (int j = 0; j < NR; j++) acc[i][j] = i_add_nibbles(acc[i][j], part[i][j]);
             }
         }
+        a += steps * 8;
 #pragma GCC unroll 8
         for (int j = 0; j < NR; j++) {
             const auto* halves = reinterpret_cast<const uint16_t*>(w[j] + steps * kUnit);
             const F scale = f_load_f16(halves), minimum = f_load_f16(halves + kPanel);
-            if (ahead >> j & 1) prefetch_far(w[j] + steps * kUnit + NR * panel_bytes);
+            if (ahead >> j & 1) prefetch_far(w[j] + steps * kUnit + step * panel_bytes);
 #pragma GCC unroll 8
             for (int i = 0; i < MR; i++) {
                 const size_t at = static_cast<size_t>(row + i) * groups + g;
@@ -94,17 +119,34 @@ inline void product_int4(const PdmeshLinear& linear, const Rows& rows, int row, 
     }
 }
 
+template <int Format>
+constexpr TileRoom kRoomOf = Format == kInt8 ? kInt8Room : Format == kInt4 ? kNibbleRoom : Format == kBFloat16 ? kBFloat16Room : kFloatRoom;
+
+template <int Format, int MR, int NR>
+inline void product_of(const PdmeshLinear& linear, const Rows& rows, int row, int panel, unsigned ahead, int step, F (&out)[MR][NR]) {
+    if constexpr (constexpr int at_once = kRoomOf<Format>.panels_at_once(MR, NR); at_once < NR) {  // the registers do not hold it
+        for (int j = 0; j < NR; j += at_once) {
+            F part[MR][at_once];
+            product_of<Format>(linear, rows, row, panel + j, ahead >> j, step, part);
+#pragma GCC unroll 8
+            for (int i = 0; i < MR; i++)
+#pragma GCC unroll 8
+                for (int p = 0; p < at_once; p++) out[i][j + p] = part[i][p];
+        }
+    } else if constexpr (Format == kInt4)
+        product_int4<MR, NR>(linear, rows, row, panel, ahead, step, out);
+    else if constexpr (Format == kInt8)
+        product<DotInt8, MR, NR>(linear, rows, row, panel, ahead, step, out);
+    else if constexpr (Format == kBFloat16)
+        product<DotBFloat16, MR, NR>(linear, rows, row, panel, ahead, step, out);
+    else
+        product<DotFloat32, MR, NR>(linear, rows, row, panel, ahead, step, out);
+}
+
 template <int Format, int MR, int NR, class Emit>
 [[gnu::noinline]] void emit_tile(const PdmeshLinear& linear, const Rows& rows, int row, int panel, unsigned ahead, const Emit& emit) {
     F out[MR][NR];
-    if constexpr (Format == kInt4)
-        product_int4<MR, NR>(linear, rows, row, panel, ahead, out);
-    else if constexpr (Format == kInt8)
-        product<DotInt8, MR, NR>(linear, rows, row, panel, ahead, out);
-    else if constexpr (Format == kBFloat16)
-        product<DotBFloat16, MR, NR>(linear, rows, row, panel, ahead, out);
-    else
-        product<DotFloat32, MR, NR>(linear, rows, row, panel, ahead, out);
+    product_of<Format>(linear, rows, row, panel, ahead, NR, out);
     if (linear.bias) {
 #pragma GCC unroll 8
         for (int j = 0; j < NR; j++) {
@@ -119,7 +161,7 @@ template <int Format, int MR, int NR, class Emit>
 
 // Tiles that fit the registers; int4 needs twice as many.
 template <int Format>
-constexpr int kTileRows = Format == kInt4 ? 4 : kMostRows;
+constexpr int kTileRows = kRoomOf<Format>.rows(Format == kInt4 && kMostPanels >= 4 ? 4 : kMostRows);
 template <int Format>
 constexpr int kTilePanels = Format == kInt4 ? 2 : kMostPanels;
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -38,9 +40,15 @@ class Tier:
     """One set of instructions."""
 
     name: str
-    needs: frozenset[str]  # names under "flags" in /proc/cpuinfo, where the kernel omits what programs may not use
+    needs: frozenset[str]  # names under "flags" or "Features" in /proc/cpuinfo, where the kernel omits what programs may not use
     flags: tuple[str, ...]  # options of GCC and Clang
+    equals: str = ""  # the tier that gives the same bits, where there is one
     may_run: Callable[[], bool] = lambda: True  # asked where the processor has what it needs: the system may refuse it
+
+    @property
+    def mode(self) -> str:
+        """Return the name of the tier's bits, which a numeric mode has: workers whose tiers give the same bits are one mesh."""
+        return self.equals or self.name
 
     @property
     def define(self) -> str:
@@ -49,6 +57,7 @@ class Tier:
 
 
 _AVX2 = Tier("avx2", frozenset({"avx2", "fma", "f16c"}), ("-mavx2", "-mfma", "-mf16c"))
+_AVX_VNNI = Tier("avx_vnni", _AVX2.needs | {"avx_vnni"}, (*_AVX2.flags, "-mavxvnni"), equals=_AVX2.name)
 _AVX512_VNNI = Tier(
     "avx512_vnni",
     _AVX2.needs | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"},
@@ -59,9 +68,25 @@ _AVX512_VNNI = Tier(
 _AVX512_BF16 = Tier("avx512_bf16", _AVX512_VNNI.needs | {"avx512_bf16"}, (*_AVX512_VNNI.flags, "-mavx512bf16"))
 # The kernels name the tiles in assembly: no option of the compiler is needed.
 _AMX = Tier("amx", _AVX512_BF16.needs | {"amx_tile", "amx_int8", "amx_bf16"}, _AVX512_BF16.flags, may_run=_may_use_tiles)
+# Before registers are given out GCC puts loads first, and then spills sums.
+_NEON_FLAGS = ("-fno-schedule-insns",)
+_NEON_DOTPROD = Tier("neon_dotprod", frozenset({"asimddp"}), ("-march=armv8.2-a+dotprod", *_NEON_FLAGS))
+_NEON_BF16 = Tier("neon_bf16", _NEON_DOTPROD.needs | {"i8mm", "bf16"}, ("-march=armv8.2-a+dotprod+i8mm+bf16", *_NEON_FLAGS))
 _PORTABLE = Tier("portable", frozenset(), ())
 
-TIERS = (_AMX, _AVX512_BF16, _AVX512_VNNI, _AVX2, _PORTABLE)  # best first
+_X86_64 = (_AMX, _AVX512_BF16, _AVX512_VNNI, _AVX_VNNI, _AVX2)
+_ARM64 = (_NEON_BF16, _NEON_DOTPROD)
+TIERS = (*_X86_64, *_ARM64, _PORTABLE)  # best first
+_OF_MACHINES = {"x86_64": _X86_64, "aarch64": _ARM64, "arm64": _ARM64}  # arm64: macOS
+# What macOS calls the instructions.
+_SYSCTL_NAMES = {
+    "hw.optional.arm.FEAT_DotProd": "asimddp",
+    "hw.optional.arm.FEAT_I8MM": "i8mm",
+    "hw.optional.arm.FEAT_BF16": "bf16",
+    "hw.optional.avx2_0": "avx2",
+    "hw.optional.fma": "fma",
+    "hw.optional.f16c": "f16c",
+}
 
 
 def by_name(name: str) -> Tier:
@@ -74,15 +99,15 @@ def by_name(name: str) -> Tier:
 
 def compilable(machine: str | None = None) -> tuple[Tier, ...]:
     """Return the tiers that a compiler of this machine architecture knows, best first; the processor need not have them."""
-    return TIERS if (machine or platform.machine()) == "x86_64" else (_PORTABLE,)
+    return (*_OF_MACHINES.get(machine or platform.machine(), ()), _PORTABLE)
 
 
 def supported(cpuinfo: Path = _CPUINFO, machine: str | None = None) -> tuple[Tier, ...]:
     """Return the tiers that this processor has, best first. "portable" is always among them, and alone where nothing else is
-    known: other architectures than x86-64, and systems without /proc/cpuinfo."""
+    known: other architectures than x86-64 and ARM64, and systems without /proc/cpuinfo but macOS."""
     if CPU_TIERS.is_taken:
         return (_PORTABLE,)
-    present = _processor_flags(cpuinfo)
+    present = _processor_flags(cpuinfo) if cpuinfo.exists() else _from_sysctl(_sysctl(*_SYSCTL_NAMES))
     return tuple(tier for tier in compilable(machine) if tier.needs <= present and tier.may_run())
 
 
@@ -108,9 +133,23 @@ def _processor_flags(cpuinfo: Path) -> frozenset[str]:
     """Return the flags of the first processor: all processors of one machine have the same."""
     for line in (fallbacks.text(cpuinfo) or "").splitlines():
         name, _, value = line.partition(":")
-        if name.strip() == "flags":
+        if name.strip() in ("flags", "Features"):
             return frozenset(value.split())
     return frozenset()
+
+
+def _sysctl(*names: str) -> str:
+    """Return the lines "name: value" of those names that this macOS knows."""
+    try:
+        return subprocess.run(["/usr/sbin/sysctl", *names], capture_output=True, text=True, timeout=10, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+def _from_sysctl(output: str) -> frozenset[str]:
+    """Return the flags, as Linux names them, that lines of sysctl say are there."""
+    lines = (line.partition(":") for line in output.splitlines())
+    return frozenset(_SYSCTL_NAMES[name] for name, _, value in lines if name in _SYSCTL_NAMES and value.strip() == "1")
 
 
 def _names(tiers: tuple[Tier, ...]) -> str:

@@ -17,12 +17,12 @@ double seconds() {
 }
 
 // Adds products of registers, with what a kernel must do beside (a broadcast for four of them), `rounds` times.
-template <class Acc, class Dot>
-void dots(int rounds, Acc zero, Dot dot, volatile float* sink) {
+template <class Acc, class Load, class Dot>
+void dots(int rounds, Acc zero, Load load, Dot dot, volatile float* sink) {
     alignas(64) static int32_t numbers[64] = {};
     Acc acc[24];
     for (auto& a : acc) a = zero;
-    const I weights = i_load(numbers);
+    const auto weights = load(numbers);
     for (int round = 0; round < rounds; round++) {
 #pragma GCC unroll 6
         for (int i = 0; i < 6; i++) {
@@ -81,9 +81,10 @@ double work(int kind) {
         return tile_rounds * tile_operations / 2;
     }
 #endif
-    if (kind == 0) dots(rounds, i_zero(), [](I acc, I w, I a) { return dot_u8s8(acc, w, a); }, &sink);
-    else if (kind == 1) dots(rounds, f_zero(), [](F acc, I w, I a) { return dot_bf16(acc, w, a); }, &sink);
-    else dots(rounds, f_zero(), [](F acc, I w, I a) { return f_fma(f_bits(w), f_bits(a), acc); }, &sink);
+    const auto load = [](const void* p) { return i_load(p); };
+    if (kind == 0) dots(rounds, i_zero(), [](const void* p) { return i_weights(p); }, [](I acc, const auto& w, I a) { return dot_weights(acc, w, a); }, &sink);
+    else if (kind == 1) dots(rounds, f_zero(), load, [](F acc, I w, I a) { return dot_bf16(acc, w, a); }, &sink);
+    else dots(rounds, f_zero(), load, [](F acc, I w, I a) { return f_fma(f_bits(w), f_bits(a), acc); }, &sink);
     return static_cast<double>(rounds) * vectors * (kind == 0 ? 128 : kind == 1 ? 64 : 32);
 }
 

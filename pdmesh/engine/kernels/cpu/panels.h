@@ -21,6 +21,7 @@ namespace pdmesh {
 
 constexpr int kPanel = 16;  // outputs of a panel: lanes of a vector
 constexpr int kUnit = 64;   // bytes of a unit
+constexpr int kMostGroup = 128;  // inputs of an int4 group
 constexpr size_t kNearBytes = 32 << 10;  // of weights that surely stay in a core's first cache
 
 inline int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
@@ -52,6 +53,7 @@ struct Outliers {
 
 struct DotFloat32 {
     using Acc = F;
+    static constexpr TileRoom kRoom = kFloatRoom;
     static constexpr int kStep = 64;
     static Acc zero() { return f_zero(); }
     static I load(const uint8_t* w) { return i_load(w); }
@@ -59,6 +61,7 @@ struct DotFloat32 {
 };
 struct DotBFloat16 {
     using Acc = F;
+    static constexpr TileRoom kRoom = kBFloat16Room;
     static constexpr int kStep = 64;
     static Acc zero() { return f_zero(); }
     static I load(const uint8_t* w) { return i_load(w); }
@@ -66,25 +69,30 @@ struct DotBFloat16 {
 };
 struct DotWideBFloat16 {  // bf16 in memory, one input of 16 outputs in 32 bytes; float32 in the product
     using Acc = F;
+    static constexpr TileRoom kRoom = kFloatRoom;
     static constexpr int kStep = 32;
     static Acc zero() { return f_zero(); }
     static F load(const uint8_t* w) { return f_load_bf16(reinterpret_cast<const uint16_t*>(w)); }
     static Acc dot(Acc acc, F w, I a) { return f_fma(w, f_bits(a), acc); }
 };
-struct DotInt8 {  // weights unsigned (w + 128), activations signed
+struct DotInt8 {  // weights w + 128, activations signed
     using Acc = I;
+    static constexpr TileRoom kRoom = kInt8Room;
     static constexpr int kStep = 64;
     static Acc zero() { return i_zero(); }
-    static I load(const uint8_t* w) { return i_load(w); }
-    static Acc dot(Acc acc, I w, I a) { return dot_u8s8(acc, w, a); }
+    using Weights = decltype(i_weights(nullptr));
+    static Weights load(const uint8_t* w) { return i_weights(w); }
+    static Acc dot(Acc acc, const Weights& w, I a) { return dot_weights(acc, w, a); }
 };
 // int8 in memory, bf16 in the product: the KV cache, whose rows of probabilities and queries are bf16.
 struct DotInt8AsBFloat16 {
     using Acc = F;
+    static constexpr TileRoom kRoom = kBFloat16Room;
     static constexpr int kStep = 32;
     static Acc zero() { return f_zero(); }
-    static I load(const uint8_t* w) { return bf16_from_i8(reinterpret_cast<const int8_t*>(w)); }
-    static Acc dot(Acc acc, I w, I a) { return dot_bf16(acc, w, a); }
+    using Weights = decltype(pairs_from_i8(nullptr));
+    static Weights load(const uint8_t* w) { return pairs_from_i8(reinterpret_cast<const int8_t*>(w)); }
+    static Acc dot(Acc acc, const Weights& w, I a) { return dot_pairs(acc, w, a); }
 };
 
 // acc[i][j] += row i x panel j over `units`. `next`: panels to be asked for unit by unit meanwhile, or null.
@@ -108,7 +116,7 @@ template <class Dot, int MR, int NR>
     }
 }
 
-// The rest of an int8 row: its outliers, then scales. Weights are w + 128, so 128 times the sum of the row is taken off.
+// The rest of an int8 row: its outliers, then scales.
 template <int NR>
 [[gnu::always_inline]] inline void finish_int8(const PdmeshLinear& linear, const Rows& rows, int row, int panel,
                                                const uint8_t* const (&w)[NR], const I (&acc)[NR], F (&out)[NR]) {
@@ -120,14 +128,13 @@ template <int NR>
     for (int t = 0; t < kOutliers; t++) {
         const I x = i_broadcast(&outliers.excess[t]);
 #pragma GCC unroll 8
-        for (int j = 0; j < NR; j++) excess[j] = dot_u8s8(excess[j], i_load(w[j] + static_cast<size_t>(outliers.unit[t]) * kUnit), x);
+        for (int j = 0; j < NR; j++) excess[j] = dot_weights(excess[j], i_weights(w[j] + static_cast<size_t>(outliers.unit[t]) * kUnit), x);
     }
     const I sum = i_broadcast(rows.sums + row), excess_sum = i_broadcast(&outliers.sum);
     const F scale = f_set(rows.scales[row]), excess_scale = f_set(outliers.scale);
 #pragma GCC unroll 8
     for (int j = 0; j < NR; j++) {
-        const F all = f_fma(f_from(i_minus_128_times(excess[j], excess_sum)), excess_scale,
-                            f_from(i_minus_128_times(acc[j], sum)) * scale);
+        const F all = f_fma(f_from(i_products(excess[j], excess_sum)), excess_scale, f_from(i_products(acc[j], sum)) * scale);
         out[j] = all * f_load(linear.scales + (panel + j) * kPanel);
     }
 }

@@ -17,22 +17,80 @@
 //   i_load i_store i_zero   64 bytes;  i_broadcast: 4 bytes to all lanes
 //   i_minus_128_times(x, sum)     x - 128 sum, in int32
 //   dot_u8s8(acc, u, s)     acc[i] += sum of 4 products, bytes 4i .. 4i+3 of u (unsigned) and s (signed); exact in int32
+//   i_weights(p)            64 bytes w + 128 (w: int8) in the tier's own form, which may be another type
+//   dot_weights(acc, w, s)  the same sums of w and s (s: -127 .. 127), perhaps 128 times the sum of s too much, which
+//   i_products(x, sum)      takes off where it is: with the sum of all s the result is exact
+//   dot_nibbles(part, u, s) dot_u8s8 for u: 0 .. 15; kNibbleSteps times two of them may go to one `part`, which begins at zero and
+//   i_add_nibbles(acc, part)      adds to int32 sums
 //   dot_bf16(acc, a, b)     acc[i] += a[2i] b[2i] + a[2i+1] b[2i+1] of bf16 pairs
 //   bf16_from_i8(p)         32 int8 as 32 bf16
+//   pairs_from_i8(p), dot_pairs(acc, a, b)    dot_bf16 of 32 int8 `a`, in the tier's own form, and bf16 pairs b: the same bits
 //   i_low_nibbles i_high_nibbles     of each byte
 #pragma once
 
+#include <climits>
+
+namespace pdmesh {
+
+// What a tile of a product may hold in registers, in vectors of 16 lanes: (rows + weights) * panels, where `weights` counts those
+// that the weights of one panel take.
+struct TileRoom {
+    int weights, vectors;
+    bool takes_2x2 = false;  // measured: two panels at once are faster for two rows, although something is spilled
+    constexpr bool fits(int rows, int panels) const {
+        if (rows == 1) return panels + weights <= vectors;  // each panel's weights are needed once
+        return (rows + weights) * panels <= vectors || (takes_2x2 && rows == 2 && panels == 2);
+    }
+    // The most rows, up to `limit`, of a tile of one panel.
+    constexpr int rows(int limit) const { return limit > 1 && !fits(limit, 1) ? rows(limit - 1) : limit; }
+    // As many of `panels` panels as `rows` rows can be multiplied with at once: all, two or one.
+    constexpr int panels_at_once(int rows, int panels) const {
+        return fits(rows, panels) ? panels : panels % 2 == 0 && fits(rows, 2) ? 2 : 1;
+    }
+};
+
+}  // namespace pdmesh
+
 #if defined(PDMESH_ISA_AMX) || defined(PDMESH_ISA_AVX512_BF16) || defined(PDMESH_ISA_AVX512_VNNI)
 #include "simd_avx512.h"
-#elif defined(PDMESH_ISA_AVX2)
+#elif defined(PDMESH_ISA_AVX2) || defined(PDMESH_ISA_AVX_VNNI)
 #include "simd_avx2.h"
+#elif defined(PDMESH_ISA_NEON_DOTPROD) || defined(PDMESH_ISA_NEON_BF16)
+#include "simd_neon.h"
 #else
 #include "simd_portable.h"
 #endif
 
 namespace pdmesh {
 
-#if !defined(PDMESH_HAS_EXP2)
+#if defined(PDMESH_SIGNED_WEIGHTS)
+[[gnu::always_inline]] inline I i_products(I x, I) { return x; }
+#else
+[[gnu::always_inline]] inline I i_weights(const void* p) { return i_load(p); }
+[[gnu::always_inline]] inline I dot_weights(I acc, I w, I s) { return dot_u8s8(acc, w, s); }
+[[gnu::always_inline]] inline I i_products(I x, I sum) { return i_minus_128_times(x, sum); }
+#endif
+#if !defined(PDMESH_APART_PAIRS)
+[[gnu::always_inline]] inline I pairs_from_i8(const int8_t* p) { return bf16_from_i8(p); }
+[[gnu::always_inline]] inline F dot_pairs(F acc, I a, I b) { return dot_bf16(acc, a, b); }
+#endif
+#if !defined(PDMESH_NARROW_NIBBLES)
+constexpr int kNibbleSteps = INT_MAX;
+inline I i_add_nibbles(I acc, I part) {  // for tests: kernels need no `part` here
+    int32_t lanes[16], others[16];
+    i_store(lanes, acc);
+    i_store(others, part);
+    for (int i = 0; i < 16; i++) lanes[i] += others[i];
+    return i_load(lanes);
+}
+#if !defined(PDMESH_SIGNED_WEIGHTS)
+[[gnu::always_inline]] inline I dot_nibbles(I part, I u, I s) { return dot_u8s8(part, u, s); }
+#endif
+#endif
+
+#if !defined(PDMESH_OWN_EXP2)
+inline F f_reciprocal(F x) { return f_set(1.0f) / x; }
+
 // 2^x for x <= 0 (and somewhat above): 2^x = 2^n * 2^f, f in [-1/2, 1/2], by a minimax polynomial of degree 6, within 1.3 ulp.
 // -inf gives 0.
 inline F f_exp2(F x) {

@@ -1,4 +1,5 @@
-// Sixteen lanes on AVX2, FMA and F16C: two registers of eight, `lo` with lanes 0-7. See simd.h for what each function means.
+// Sixteen lanes on AVX2, FMA and F16C: two registers of eight, `lo` with lanes 0-7. With PDMESH_ISA_AVX_VNNI also the dot product
+// of bytes (AVX-VNNI). See simd.h for what each function means.
 //
 // Always inlined: the calling convention passes these structs in memory, which would cost more than the functions themselves.
 #pragma once
@@ -9,16 +10,30 @@
 #include <cstring>
 
 #define PDMESH_INLINE [[gnu::always_inline]] inline
+#if !defined(PDMESH_ISA_AVX_VNNI)
+#define PDMESH_SIGNED_WEIGHTS 1
+#define PDMESH_NARROW_NIBBLES 1
+#endif
 
 namespace pdmesh {
 
-constexpr int kMostRows = 4, kMostPanels = 2;  // of a tile: more would spill (a vector is two registers)
+constexpr int kMostRows = 6, kMostPanels = 2;  // of a tile
+// A vector is two of the 16 registers; what is broadcast takes one or two more. Pairs of nibbles and of bf16 lie apart.
+constexpr TileRoom kFloatRoom{1, 7}, kBFloat16Room{2, 7, true};
+#if defined(PDMESH_ISA_AVX_VNNI)
+constexpr TileRoom kInt8Room{1, 7}, kNibbleRoom{2, 7};
+#else
+constexpr TileRoom kInt8Room{2, 6}, kNibbleRoom{2, 6};
+#endif
 
 struct F {
     __m256 lo, hi;
 };
 struct I {
     __m256i lo, hi;
+};
+struct Pairs {
+    F even, odd;
 };
 
 PDMESH_INLINE F f_zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
@@ -140,6 +155,14 @@ PDMESH_INLINE I i_minus_128_times(I x, I sum) {
     return {_mm256_sub_epi32(x.lo, _mm256_slli_epi32(sum.lo, 7)), _mm256_sub_epi32(x.hi, _mm256_slli_epi32(sum.hi, 7))};
 }
 
+#if defined(PDMESH_ISA_AVX_VNNI)
+// In assembly for the reason that simd_avx512.h names; the encoding is said because AVX-512 has another of the same name.
+PDMESH_INLINE I dot_u8s8(I acc, I u, I s) {
+    asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc.lo) : "x"(u.lo), "x"(s.lo));
+    asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc.hi) : "x"(u.hi), "x"(s.hi));
+    return acc;
+}
+#else
 // Even and odd bytes are widened to 16 bits and multiplied apart: `maddubs` on the bytes would saturate (2 * 255 * 127 > 32767).
 // Widened before the products, not after, because the widening of a shared `u` or `s` then leaves the inner loop.
 PDMESH_INLINE __m256i dot_u8s8_half(__m256i acc, __m256i u, __m256i s) {
@@ -150,6 +173,35 @@ PDMESH_INLINE __m256i dot_u8s8_half(__m256i acc, __m256i u, __m256i s) {
     return _mm256_add_epi32(acc, _mm256_add_epi32(even, odd));
 }
 PDMESH_INLINE I dot_u8s8(I acc, I u, I s) { return {dot_u8s8_half(acc.lo, u.lo, s.lo), dot_u8s8_half(acc.hi, u.hi, s.hi)}; }
+
+// Signed weights and their magnitudes.
+struct SignedWeights {
+    I w, size;
+};
+PDMESH_INLINE SignedWeights i_weights(const void* p) {
+    const I u = i_load(p);
+    const __m256i half = _mm256_set1_epi8(-128);
+    const I w = {_mm256_xor_si256(u.lo, half), _mm256_xor_si256(u.hi, half)};
+    return {w, {_mm256_abs_epi8(w.lo), _mm256_abs_epi8(w.hi)}};
+}
+PDMESH_INLINE __m256i sums_of_pairs(__m256i words) { return _mm256_madd_epi16(words, _mm256_set1_epi16(1)); }
+// |w| times s with the sign of w does not saturate: 2 * 128 * 127 < 32768.
+PDMESH_INLINE __m256i dot_weights_half(__m256i acc, __m256i w, __m256i size, __m256i s) {
+    return _mm256_add_epi32(acc, sums_of_pairs(_mm256_maddubs_epi16(size, _mm256_sign_epi8(s, w))));
+}
+PDMESH_INLINE I dot_weights(I acc, const SignedWeights& w, I s) {
+    return {dot_weights_half(acc.lo, w.w.lo, w.size.lo, s.lo), dot_weights_half(acc.hi, w.w.hi, w.size.hi, s.hi)};
+}
+
+// Sums of nibbles' products have room in 16 bits: 2 * 4 * 2 * 15 * 127 < 32768.
+constexpr int kNibbleSteps = 4;
+PDMESH_INLINE I dot_nibbles(I part, I u, I s) {
+    return {_mm256_add_epi16(part.lo, _mm256_maddubs_epi16(u.lo, s.lo)), _mm256_add_epi16(part.hi, _mm256_maddubs_epi16(u.hi, s.hi))};
+}
+PDMESH_INLINE I i_add_nibbles(I acc, I part) {
+    return {_mm256_add_epi32(acc.lo, sums_of_pairs(part.lo)), _mm256_add_epi32(acc.hi, sums_of_pairs(part.hi))};
+}
+#endif
 
 PDMESH_INLINE __m256 even_bf16(__m256i x) { return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16)); }
 PDMESH_INLINE __m256 odd_bf16(__m256i x) {
@@ -173,6 +225,37 @@ PDMESH_INLINE I bf16_from_i8(const int8_t* p) {
     return {bf16_from_words(low), bf16_from_words(high)};
 }
 
-}  // namespace pdmesh
+PDMESH_INLINE F low_words(I x) {
+    return {_mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(x.lo, 16), 16)), _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(x.hi, 16), 16))};
+}
+PDMESH_INLINE F high_words(I x) { return {_mm256_cvtepi32_ps(_mm256_srai_epi32(x.lo, 16)), _mm256_cvtepi32_ps(_mm256_srai_epi32(x.hi, 16))}; }
+#define PDMESH_APART_PAIRS 1
+PDMESH_INLINE Pairs pairs_from_i8(const int8_t* p) {
+    const I words = {_mm256_cvtepi8_epi16(load_half(p)), _mm256_cvtepi8_epi16(load_half(p + 16))};
+    return {low_words(words), high_words(words)};
+}
+PDMESH_INLINE F dot_pairs(F acc, const Pairs& a, I b) {
+    return {_mm256_fmadd_ps(a.odd.lo, odd_bf16(b.lo), _mm256_fmadd_ps(a.even.lo, even_bf16(b.lo), acc.lo)),
+            _mm256_fmadd_ps(a.odd.hi, odd_bf16(b.hi), _mm256_fmadd_ps(a.even.hi, even_bf16(b.hi), acc.hi))};
+}
 
-#include "simd_by_lanes.h"
+PDMESH_INLINE void f_store_first(float* p, F x, int count) {
+    const __m256i wanted = _mm256_set1_epi32(count);
+    _mm256_maskstore_ps(p, _mm256_cmpgt_epi32(wanted, _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)), x.lo);
+    _mm256_maskstore_ps(p + 8, _mm256_cmpgt_epi32(wanted, _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15)), x.hi);
+}
+PDMESH_INLINE uint32_t f_equal_mask(F a, F b) {
+    const auto mask = [](__m256 a, __m256 b) { return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_EQ_OQ))); };
+    return mask(a.lo, b.lo) | mask(a.hi, b.hi) << 8;
+}
+// Pairs of neighbours, twice; AVX2 shuffles within 128-bit halves, so that even groups come out before odd ones.
+PDMESH_INLINE __m256 maxima_of_4_half(const float* p) {
+    const auto of_pairs = [](__m256 a, __m256 b) { return _mm256_max_ps(_mm256_shuffle_ps(a, b, 0x88), _mm256_shuffle_ps(a, b, 0xdd)); };
+    const F low = f_abs(f_load(p)), high = f_abs(f_load(p + 16));
+    const __m256 maxima = of_pairs(of_pairs(low.lo, low.hi), of_pairs(high.lo, high.hi));
+    return _mm256_permutevar8x32_ps(maxima, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+}
+PDMESH_INLINE F f_maxima_of_4(const float* p) { return {maxima_of_4_half(p), maxima_of_4_half(p + 32)}; }
+PDMESH_INLINE void prefetch_far(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
+
+}  // namespace pdmesh

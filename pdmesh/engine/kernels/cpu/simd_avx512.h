@@ -8,6 +8,7 @@
 namespace pdmesh {
 
 constexpr int kMostRows = 6, kMostPanels = 4;  // of a tile: 24 accumulators of 32 registers
+constexpr TileRoom kFloatRoom{1, 31}, kBFloat16Room{1, 31}, kInt8Room{1, 31}, kNibbleRoom{2, 31};
 
 struct F {
     __m512 v;
@@ -37,7 +38,7 @@ inline F f_round(F a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_
 inline F f_scale2(F x, F n) { return {_mm512_scalef_ps(x.v, n.v)}; }
 // 2^x for x <= 0 (and somewhat above) by the processor's own parts: x less its floor, 2^(floor of x). 2^f on [0, 1) by a polynomial
 // of degree 6, within 2 ulp after all roundings and exact at 0. -inf gives 0.
-#define PDMESH_HAS_EXP2 1
+#define PDMESH_OWN_EXP2 1
 inline F f_exp2(F x) {
     const __m512 f = _mm512_reduce_ps(x.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
     __m512 p = _mm512_set1_ps(2.1612912e-4f);

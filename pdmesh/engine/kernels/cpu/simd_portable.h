@@ -13,6 +13,7 @@
 namespace pdmesh {
 
 constexpr int kMostRows = 4, kMostPanels = 2;  // of a tile
+constexpr TileRoom kFloatRoom{1, 7}, kBFloat16Room{2, 7}, kInt8Room{2, 7}, kNibbleRoom{2, 7};  // see simd_neon.h
 
 typedef float Float4 __attribute__((vector_size(16)));
 typedef int32_t Int4 __attribute__((vector_size(16)));
@@ -260,6 +261,30 @@ PDMESH_INLINE I bf16_from_i8(const int8_t* p) {
     return by_quarters<I>(convert, lanes_from_words(p));
 }
 
-}  // namespace pdmesh
+PDMESH_INLINE void f_store_first(float* p, F x, int count) {
+    if (count >= 16) return f_store(p, x);
+    float lanes[16];
+    f_store(lanes, x);
+    for (int i = 0; i < count; i++) p[i] = lanes[i];
+}
+PDMESH_INLINE uint32_t f_equal_mask(F a, F b) {
+    float x[16], y[16];
+    f_store(x, a);
+    f_store(y, b);
+    uint32_t mask = 0;
+    for (int i = 0; i < 16; i++) mask |= static_cast<uint32_t>(x[i] == y[i]) << i;
+    return mask;
+}
+PDMESH_INLINE F f_maxima_of_4(const float* p) {
+    float maxima[16];
+    for (int i = 0; i < 16; i++) {
+        const float a = __builtin_fabsf(p[4 * i]), b = __builtin_fabsf(p[4 * i + 1]);
+        const float c = __builtin_fabsf(p[4 * i + 2]), d = __builtin_fabsf(p[4 * i + 3]);
+        const float ab = a > b ? a : b, cd = c > d ? c : d;
+        maxima[i] = ab > cd ? ab : cd;
+    }
+    return f_load(maxima);
+}
+PDMESH_INLINE void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }
 
-#include "simd_by_lanes.h"
+}  // namespace pdmesh

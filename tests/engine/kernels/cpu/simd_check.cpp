@@ -1,6 +1,9 @@
-// Every function of simd.h by name, on arrays, for test_simd.py. No part of the library.
+// Every function of simd.h by name, on arrays, for test_simd.py. No part of the library. A program has main().
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <vector>
 
 #include "simd.h"
 
@@ -25,7 +28,16 @@ Number number(const uint8_t* p) {
 }
 void put(const Block& x, F result) { f_store(reinterpret_cast<float*>(x.out), result); }
 void put(const Block& x, I result) { i_store(x.out, result); }
-void put(const Block& x, float result) { std::memcpy(x.out, &result, sizeof result); }
+template <class Number>
+void put(const Block& x, Number result) {
+    std::memcpy(x.out, &result, sizeof result);
+}
+// Lane i: the sum of p[4i .. 4i+3].
+I sums_of_4(const uint8_t* p) {
+    int32_t sums[16] = {};
+    for (int i = 0; i < 64; i++) sums[i / 4] += bytes(p)[i];
+    return i_load(sums);
+}
 
 struct Operation {
     const char* name;
@@ -66,6 +78,17 @@ const Operation kOperations[] = {
     {"dot_u8s8", [](const Block& x) { put(x, dot_u8s8(i_load(x.a), i_load(x.b), i_load(x.c))); }},
     {"dot_bf16", [](const Block& x) { put(x, dot_bf16(floats(x.a), i_load(x.b), i_load(x.c))); }},
     {"bf16_from_i8", [](const Block& x) { put(x, bf16_from_i8(bytes(x.a))); }},
+    {"dot_pairs", [](const Block& x) { put(x, dot_pairs(floats(x.a), pairs_from_i8(bytes(x.b)), i_load(x.c))); }},
+    {"dot_weights", [](const Block& x) { put(x, i_products(dot_weights(i_load(x.a), i_weights(x.b), i_load(x.c)), sums_of_4(x.c))); }},
+    {"dot_nibbles", [](const Block& x) {  // as many as may go to one part, but no more than 4 units
+         const int count = 2 * (kNibbleSteps < 4 ? kNibbleSteps : 4);
+         I part = i_zero();
+         for (int i = 0; i < count; i++) part = dot_nibbles(part, i_load(x.b), i_load(x.c));
+         put(x, i_add_nibbles(i_load(x.a), part));
+     }},
+    {"f_equal_mask", [](const Block& x) { put(x, f_equal_mask(floats(x.a), floats(x.b))); }},
+    {"f_maxima_of_4", [](const Block& x) { put(x, f_maxima_of_4(reinterpret_cast<const float*>(x.a))); }},
+    {"f_store_first", [](const Block& x) { f_store_first(reinterpret_cast<float*>(x.out), floats(x.a), number<int>(x.b)); }},
 };
 
 }  // namespace
@@ -83,4 +106,23 @@ extern "C" int simd_check(const char* name, const uint8_t* a, const uint8_t* b, 
         return 0;
     }
     return 1;
+}
+
+// For an emulator: simd_check NAME BLOCKS STRIDE STRIDE STRIDE STRIDE, the operands one after the other on stdin, the result on stdout.
+int main(int count, char** arguments) {
+    if (count != 7) return 2;
+    const int64_t num_blocks = std::atoll(arguments[2]);
+    int64_t strides[4];
+    std::vector<uint8_t> memory[4];
+    uint8_t* at[4];
+    for (int i = 0; i < 4; i++) {
+        strides[i] = std::atoll(arguments[3 + i]);
+        const size_t size = static_cast<size_t>(strides[i] * num_blocks);
+        memory[i].resize(size + 4);
+        at[i] = memory[i].data() + 4;  // callers promise no alignment beyond that of one number
+        if (i < 3 && std::fread(at[i], 1, size, stdin) != size) return 2;
+    }
+    const int result = simd_check(arguments[1], at[0], at[1], at[2], at[3], strides, num_blocks);
+    std::fwrite(at[3], 1, static_cast<size_t>(strides[3] * num_blocks), stdout);
+    return result;
 }

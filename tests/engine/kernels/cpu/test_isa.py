@@ -10,7 +10,12 @@ from pdmesh.engine.kernels.cpu import isa
 from pdmesh.platform import capabilities
 
 PORTABLE = isa.by_name("portable")
-PROCESSOR = "processor\t: 0\nflags\t\t: fpu sse2 {}\n"
+X86_64 = ["amx", "avx512_bf16", "avx512_vnni", "avx_vnni", "avx2", "portable"]
+ARM64 = ["neon_bf16", "neon_dotprod", "portable"]
+PROCESSORS = {
+    "x86_64": "processor\t: 0\nflags\t\t: fpu sse2 {}\n",
+    "aarch64": "processor\t: 0\nBogoMIPS\t: 50.00\nFeatures\t: fp asimd {}\n",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -19,30 +24,43 @@ def all_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_tiers_it_is_portable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (cpuinfo := tmp_path / "cpuinfo").write_text(PROCESSOR.format(" ".join(isa.TIERS[0].needs)), encoding="ascii")
+    (cpuinfo := tmp_path / "cpuinfo").write_text(PROCESSORS["x86_64"].format(" ".join(isa.TIERS[0].needs)), encoding="ascii")
     monkeypatch.setenv(capabilities.VARIABLE, "cpu_tiers")
     assert isa.supported(cpuinfo, "x86_64") == (PORTABLE,)
 
 
-def test_the_best_tier_of_the_processor_is_taken(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("machine", "names"), [("x86_64", X86_64), ("aarch64", ARM64)])
+def test_the_best_tier_of_the_processor_is_taken(machine: str, names: list[str], tmp_path: Path) -> None:
     cpuinfo = tmp_path / "cpuinfo"
-    for tier in isa.TIERS:
-        cpuinfo.write_text(PROCESSOR.format(" ".join(tier.needs)), encoding="ascii")
-        assert isa.detect({}, isa.supported(cpuinfo, "x86_64")) is tier
-    assert [tier.name for tier in isa.TIERS] == ["avx512_bf16", "avx512_vnni", "avx2", "portable"]
+    for tier in isa.compilable(machine):
+        if not tier.may_run():
+            continue  # this processor, or this system, does not let it
+        cpuinfo.write_text(PROCESSORS[machine].format(" ".join(tier.needs)), encoding="ascii")
+        assert isa.detect({}, isa.supported(cpuinfo, machine)) is tier
+    assert [tier.name for tier in isa.compilable(machine)] == names
+    assert set(isa.compilable(machine)) <= set(isa.TIERS)
+
+
+def test_macos_is_asked_for_the_instructions_of_its_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    m1 = "hw.optional.arm.FEAT_DotProd: 1\nhw.optional.arm.FEAT_I8MM: 0\nhw.optional.arm.FEAT_BF16: 0\n"
+    for output, name in ((m1, "neon_dotprod"), (m1.replace(": 0", ": 1"), "neon_bf16"), ("", "portable")):
+        monkeypatch.setattr(isa, "_sysctl", lambda *names, output=output: output)
+        assert isa.supported(tmp_path / "nothing", "arm64")[0].name == name
 
 
 def test_what_is_unknown_is_portable(tmp_path: Path) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     assert isa.supported(cpuinfo, "x86_64") == (PORTABLE,)
-    cpuinfo.write_text(PROCESSOR.format(" ".join(isa.TIERS[0].needs)), encoding="ascii")
-    assert isa.supported(cpuinfo, "aarch64") == isa.compilable("aarch64") == (PORTABLE,)
+    cpuinfo.write_text(PROCESSORS["x86_64"].format(" ".join(isa.TIERS[0].needs)), encoding="ascii")
+    assert isa.supported(cpuinfo, "aarch64") == isa.supported(cpuinfo, "riscv64") == isa.compilable("riscv64") == (PORTABLE,)
 
 
 def test_a_forced_tier_is_checked() -> None:
     tiers = (isa.by_name("avx2"), PORTABLE)
     assert isa.detect({"PDMESH_CPU_ISA": "portable"}, tiers) is PORTABLE
-    with pytest.raises(ValueError, match=r"PDMESH_CPU_ISA: 'sse9' is no .* avx512_bf16, avx512_vnni, avx2, portable"):
+    with pytest.raises(
+        ValueError, match=r"PDMESH_CPU_ISA: 'sse9' is no .* avx512_bf16, .* avx2, neon_bf16, neon_dotprod, portable"
+    ):
         isa.detect({"PDMESH_CPU_ISA": "sse9"}, tiers)
     with pytest.raises(
         ValueError, match=r"PDMESH_CPU_ISA: this processor does not have avx512_vnni; choose one of avx2, portable"
