@@ -42,6 +42,10 @@ class EngineConfig:
         metadata={"help": "weights: int8, int4, fp8 (triton), none (dtype), or auto: native with dtype=auto quantizes, int8"},
     )
     quantization_group: int = field(default=32, metadata={"help": "int4: inputs that share a scale: 32, 64 or 128"})
+    packed_cache: str = field(
+        default="auto",
+        metadata={"help": "native: GB of disk for packed weights, which the next start maps; auto (half of what is free), or off"},
+    )
     fp8_activations: bool = field(
         default=False, metadata={"help": "fp8: more than 128 rows are multiplied in fp8 too: twice the rate, off by up to 1/16"}
     )
@@ -118,6 +122,7 @@ class EngineConfig:
         _one_of("backend", self.backend, BACKENDS)
         _one_of("quantization", self.quantization, QUANTIZATIONS)
         _one_of("kv_dtype", self.kv_dtype, KV_DTYPES)
+        _check_packed_cache(self.packed_cache)
         if self.fp8_activations and self.quantization != "fp8":
             raise ValueError("fp8_activations: it goes with quantization=fp8; give that, or leave it out")
         if self.quantization_group not in QUANTIZATION_GROUPS:
@@ -206,6 +211,17 @@ def named_proposers(speculation: str) -> tuple[str, ...]:
             choice = f"give auto or none alone, or some of {', '.join(PROPOSERS)}, joined by commas"
             raise ValueError(f"speculation: {name!r} is not known; {choice}")
     return names
+
+
+def _check_packed_cache(setting: str) -> None:
+    if setting in ("auto", "off"):
+        return
+    try:
+        is_size = 0 < float(setting) < math.inf
+    except ValueError:
+        is_size = False
+    if not is_size:
+        raise ValueError(f"packed_cache: {setting!r} is no size; give auto, off, or GB of disk such as 20")
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import logging
@@ -19,7 +20,7 @@ from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.kernels.cpu import isa
 from pdmesh.engine.kernels.cpu.build import BuildFailed, NoCompiler
 from pdmesh.engine.kernels.cpu.library import open_library
-from pdmesh.engine.kernels.cpu.model import KERNEL_REVISION, NativeModel
+from pdmesh.engine.kernels.cpu.model import KERNEL_REVISION, NativeModel, PackedWeights
 from pdmesh.engine.kernels.cpu.step_memory import StepBuffers
 from pdmesh.engine.kernels.cpu.threads import default_threads
 from pdmesh.engine.kernels.triton.support import why_not_here
@@ -28,6 +29,7 @@ from pdmesh.engine.loader.hash import weights_hash
 from pdmesh.engine.loader.headers import warn_of_unused
 from pdmesh.engine.loader.kv_scales import KVScales, known_scales, pool_scales
 from pdmesh.engine.loader.pack import NativeBuilder, one_torch_thread
+from pdmesh.engine.loader.packed_cache import Name, PackedCache
 from pdmesh.engine.loader.safetensors import MissingTensor, SafetensorsSource, WeightSource
 from pdmesh.engine.lora.adapter import Adapter, places_bytes
 from pdmesh.engine.lora.folder import configured_adapters, with_lora_rank
@@ -137,11 +139,10 @@ def load_model(config: EngineConfig, progress: Progress = lambda _share, _text: 
         places = places_bytes(source.config, config.num_adapter_slots, config.max_lora_rank, numerics.dtype.itemsize)
         check_adapters_fit(places, weight_bytes, free_bytes, config)
     digest = _overridden(weights_hash(files, lambda share: progress(0.3 * share, "hashing weights")), config.override)
-    loading = partial(_load, source, config, numerics, library)
+    loading = partial(_load, source, config, numerics, digest, library)
     model, mode = loading(lambda share, text: progress(0.3 + 0.7 * share, text))
     kv_scales = known_scales(source, numerics.kv_dtype)
-    if isinstance(source, SafetensorsSource) and config.tensor_parallel == 1:  # ranks read in processes of their own
-        source.log_reading(numerics.weights, numerics.group, numerics.num_bytes(source.config, _num_elements(source, config)))
+    return_freed_memory()
     progress(1.0, "loaded")
     if source.config.rope.is_long(effective_max_context(config, source.config)):
         mode += "-long"  # rotated keys of the other kind are of no use here
@@ -167,26 +168,61 @@ def _adapter_slots(model: object, config: EngineConfig) -> AdapterSlots | None:
 
 
 def _load(
-    source: WeightSource, config: EngineConfig, numerics: Numerics, library: ctypes.CDLL | None, progress: Progress
+    source: WeightSource,
+    config: EngineConfig,
+    numerics: Numerics,
+    digest: str,
+    library: ctypes.CDLL | None,
+    progress: Progress,
 ) -> tuple[NativeModel | DecoderModel | TritonModel | ParallelModel, str]:
-    """Return the model, and its numeric mode."""
+    """Return the model, and its numeric mode; log what was read of the checkpoint."""
     max_context = effective_max_context(config, source.config)
     if config.tensor_parallel > 1:
         from pdmesh.engine.parallel.load import load_with_ranks  # it imports this module
 
         return load_with_ranks(source, config, numerics, progress)
     if numerics.backend == "triton":
-        return _load_triton(source, config, numerics, progress)
+        loaded = _load_triton(source, config, numerics, progress)
+        _log_reading(source, config, numerics)
+        return loaded
     if numerics.backend == "torch" or library is None:
         model = TorchBuilder(source, numerics.dtype, config.device).build(max_context, progress)
+        _log_reading(source, config, numerics)
         return model, numeric_mode(model, config.device)
     num_threads = config.num_threads or default_threads()
-    with one_torch_thread():
-        weights = NativeBuilder(source, numerics, max_context).build(progress)
+    weights = _packed_weights(NativeBuilder(source, numerics, max_context), config, digest, progress)
     native = NativeModel(
         library, source.config, weights, block_size=config.block_size, kv_dtype=numerics.kv_dtype, num_threads=num_threads
     )
     return native, numerics.name(f"native{KERNEL_REVISION}-{isa.detect().mode}")
+
+
+def _packed_weights(builder: NativeBuilder, config: EngineConfig, digest: str, progress: Progress) -> PackedWeights:
+    """Return the weights, from the cache of packed ones unless it is off."""
+    cache, numerics, model = PackedCache.configured(config.packed_cache), builder.numerics, builder.config
+
+    def pack(progress: Progress) -> PackedWeights:
+        weights = builder.pack(progress)
+        _log_reading(builder.source, config, numerics)
+        return weights
+
+    with one_torch_thread():
+        if cache is None:
+            return builder.with_tables(pack(progress))
+        num_bytes = numerics.num_bytes(model, builder.source.num_elements())
+        return builder.with_tables(cache.load(Name.of(digest, numerics), model, num_bytes, pack, progress))
+
+
+def _log_reading(source: WeightSource, config: EngineConfig, numerics: Numerics) -> None:
+    """Log what a folder's quantized weights were. Weights that an earlier start packed were logged then."""
+    if isinstance(source, SafetensorsSource):
+        source.log_reading(numerics.weights, numerics.group, numerics.num_bytes(source.config, _num_elements(source, config)))
+
+
+def return_freed_memory() -> None:
+    """Give what loading allocated and freed back to the system: the C library keeps small pieces, tens of MB in all."""
+    with contextlib.suppress(AttributeError, OSError):  # glibc has it
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _load_triton(source: WeightSource, config: EngineConfig, numerics: Numerics, progress: Progress) -> tuple[TritonModel, str]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TypeVar, cast
 
 import torch
@@ -181,6 +182,11 @@ class NativeBuilder:
         self.config = source.config
 
     def build(self, progress: Progress) -> PackedWeights:
+        return self.with_tables(self.pack(progress))
+
+    def pack(self, progress: Progress) -> PackedWeights:
+        """Return the weights without what follows from the configuration: see `with_tables`. None of them keeps the checkpoint
+        mapped."""
         config = self.config
         layers = []
         for index in range(config.num_layers):
@@ -196,9 +202,19 @@ class NativeBuilder:
             # As transformers does it: the factor is rounded to the dtype of the embeddings.
             embedding_multiplier=float(torch.tensor(config.embedding_multiplier, dtype=self.numerics.dtype)),
             positions=self._positions() if config.learned_positions else None,
-            ropes=tuple(self._rope(rope) for rope in (config.rope, config.local_rope) if rope is not None and rope.rotary_dim),
-            max_context=self.max_context,
+            ropes=(),
+            max_context=0,
             embedding_norm=self._norm("model.embed_norm") if config.embedding_norm else None,
+        )
+
+    def with_tables(self, weights: PackedWeights) -> PackedWeights:
+        """Return the weights with the tables of rotary embeddings and temperatures for this context."""
+        config = self.config
+        ropes = (rope for rope in (config.rope, config.local_rope) if rope is not None and rope.rotary_dim)
+        return replace(
+            weights,
+            ropes=tuple(map(self._rope, ropes)),
+            max_context=self.max_context,
             temperatures=temperatures(config.temperature, self.max_context) if config.temperature else None,
         )
 
@@ -212,7 +228,7 @@ class NativeBuilder:
     def _positions(self) -> Tensor:
         """Return the learned positions in the dtype of the embeddings, widened."""
         table = self._tensor("model.embed_positions.weight", self.config.learned_positions, self.config.hidden_size)
-        return table.to(self.numerics.dtype).float().contiguous()
+        return _own_float(table.to(self.numerics.dtype))
 
     def _rope(self, rope: RopeConfig) -> PackedRope:
         table = RotaryTable(rope, self.max_context, dtype=torch.float32)
@@ -237,7 +253,7 @@ class NativeBuilder:
             else self._mlp(f"{prefix}.mlp", config.intermediate_size, has_bias=config.mlp_bias),
             post_attention_norm=self._norm(f"{prefix}.post_self_attn_norm") if config.post_norm else None,
             post_mlp_norm=self._norm(f"{prefix}.post_mlp_norm") if config.post_norm else None,
-            sinks=self._tensor(f"{attention}.sinks", config.num_heads).float().contiguous() if config.sinks else None,
+            sinks=_own_float(self._tensor(f"{attention}.sinks", config.num_heads)) if config.sinks else None,
             latent=self._latent(attention, config.latent) if config.latent else None,
             rope=(1 if is_local else 0) if config.is_rotated(index) else None,
         ).gathered()
@@ -294,7 +310,7 @@ class NativeBuilder:
 
     def _experts(self, prefix: str, experts: ExpertsConfig) -> PackedExperts:
         count, inner, shared = experts.num_experts, experts.intermediate_size, experts.shared_intermediate_size
-        correction = self._tensor(f"{prefix}.router.correction", count).float().contiguous() if experts.has_correction else None
+        correction = _own_float(self._tensor(f"{prefix}.router.correction", count)) if experts.has_correction else None
         return PackedExperts(
             experts,
             router=self._router(prefix, experts),
@@ -345,7 +361,7 @@ class NativeBuilder:
 
     def _wide(self, name: str, *shape: int) -> Tensor:
         """Return a vector (or one for each head) as float32, padded to whole panels."""
-        return pad_to_panels(self._tensor(name, *shape).float().flatten()).contiguous()
+        return _own_float(pad_to_panels(self._tensor(name, *shape).flatten()))
 
     def _tensor(self, name: str, *shape: int) -> Tensor:
         return checked(self.source, name, shape)
@@ -358,14 +374,19 @@ def _quantized(weight: Tensor, form: str, group: int) -> NativeWeight:
 
 
 def _packed(weight: NativeWeight, form: str, bias: Tensor | None) -> PackedLinear:
-    padded_bias = None if bias is None else pad_to_panels(bias.float()).contiguous()
+    padded_bias = None if bias is None else _own_float(pad_to_panels(bias))
     if isinstance(weight, Int8Weight):
-        packed, scales = pack_int8(weight), pad_to_panels(weight.scales)
+        packed, scales = pack_int8(weight), _own_float(pad_to_panels(weight.scales))
         return PackedLinear(form, *_shape(weight.values.shape), 0, packed, scales, padded_bias)
     if isinstance(weight, Int4Weight):
         return PackedLinear(form, *_shape(weight.values.shape), weight.group, pack_int4(weight), None, padded_bias)
     packed = pack_float32(weight) if form == "float32" else pack_bfloat16(weight)
     return PackedLinear(form, *_shape(weight.shape), 0, packed, None, padded_bias)
+
+
+def _own_float(tensor: Tensor) -> Tensor:
+    """Return a float32 copy also of what is float32: a view would keep its checkpoint mapped."""
+    return tensor.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
 
 
 def _shape(shape: Sequence[int]) -> tuple[int, int]:

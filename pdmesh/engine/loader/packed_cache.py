@@ -1,0 +1,271 @@
+"""The cache of packed weights: packing takes seconds at each start, mapping what an earlier start packed takes milliseconds, and
+all workers of a host share the pages.
+
+    $PDMESH_CACHE/packed/MODEL-FORM-KEY.packed     the weights (packed_file.py); never changed, only replaced by a rename
+    $PDMESH_CACHE/packed/MODEL-FORM-KEY.json       what the file looked like when its content was found whole; its time is the last use
+    $PDMESH_CACHE/packed/.MODEL-FORM-KEY.lock      held by the process that packs
+
+KEY is a hash of everything that decides the bytes: the model's hash with its overrides, the format of the weights, the dtype of
+the rest, the sources that read, quantize and lay out, and torch's version. So a file is right or has another name. A file that is
+damaged, cut off or foreign is packed anew and replaced. A folder that cannot be written, or a full disk, costs one warning and the
+packing of each start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from pdmesh.engine.backend_selection import Numerics
+from pdmesh.engine.kernels.cpu import library
+from pdmesh.engine.kernels.cpu import model as kernels
+from pdmesh.engine.kernels.cpu.model import PackedWeights
+from pdmesh.engine.loader import packed_file
+from pdmesh.engine.loader.hash import cache_folder
+from pdmesh.engine.loader.packed_file import UnusableFile
+from pdmesh.engine.models.config import ModelConfig
+
+Progress = Callable[[float, str], None]
+
+MIN_BYTES = 32 * 2**20
+"""Less is packed anew: it takes no longer than to find and check a file."""
+_MOST_BYTES = 64 * 10**9
+_SUFFIX = ".packed"
+_ABANDONED_S = 24 * 3600.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PackedCache:
+    """Keep packed weights in `folder`. `max_bytes` bounds all of them together; None: half of what the disk has for them, 64 GB
+    at most. Weights below `min_bytes` are not kept."""
+
+    folder: Path
+    max_bytes: int | None = None
+    min_bytes: int = MIN_BYTES
+
+    @staticmethod
+    def configured(setting: str) -> PackedCache | None:
+        """Return the cache of EngineConfig.packed_cache; None: it is off."""
+        if setting == "off":
+            return None
+        most = None if setting == "auto" else int(float(setting) * 1e9)
+        return PackedCache(cache_folder().expanduser().absolute() / "packed", most)
+
+    def load(
+        self, name: Name, config: ModelConfig, num_bytes: int, pack: Callable[[Progress], PackedWeights], progress: Progress
+    ) -> PackedWeights:
+        """Return the weights of `name`, about `num_bytes`: mapped, or made by `pack` and kept for others."""
+        if num_bytes < self.min_bytes:
+            return pack(progress)
+        if (kept := self._find(name, config)) is not None:
+            return kept
+        with contextlib.ExitStack() as stack:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(_exclusive(self._lock(name), lambda text: progress(0.0, text)))
+            except OSError as error:
+                _warn(f"{self.folder} cannot be written ({error.strerror})")
+                return pack(progress)
+            # The process that was waited for may have packed the same.
+            return self._find(name, config, level=logging.DEBUG) or self._kept(name, config, pack(progress), progress)
+
+    def _kept(self, name: Name, config: ModelConfig, weights: PackedWeights, progress: Progress) -> PackedWeights:
+        """Return the weights from the file that they are written to; the very ones where they cannot be kept."""
+        size = packed_file.num_bytes(weights)
+        try:
+            if not self._make_room(name, size):
+                return weights
+            self._write(name, weights, progress)
+        except OSError as error:
+            _warn(f"{self.folder} cannot hold {size / 1e9:.2f} GB more ({error.strerror or error})")
+            return weights
+        return self._find(name, config) or weights
+
+    def _find(self, name: Name, config: ModelConfig, *, level: int = logging.WARNING) -> PackedWeights | None:
+        """Return the weights of the file, where it is there and right; `level` is that of the message that it is not right."""
+        path, seen = self._path(name), self._seen(name)
+        try:
+            began = time.monotonic()
+            opened = packed_file.read(path, name.key, config, is_known=lambda found: _stamp(found) == _read_stamp(seen))
+            self._remember(path, seen)
+        except FileNotFoundError:
+            return None
+        except UnusableFile as error:
+            logger.log(level, "%s; the weights are packed anew", error)
+            return None
+        except OSError as error:
+            logger.log(level, "%s cannot be read (%s); the weights are packed anew", path, error)
+            return None
+        where = "shared with other workers of this host" if opened.is_shared else "copied: files have no large pages here"
+        logger.info("packed weights from %s in %.0f ms, %s", path, 1e3 * (time.monotonic() - began), where)
+        return opened.weights
+
+    def _write(self, name: Name, weights: PackedWeights, progress: Progress) -> None:
+        """Write and rename. What processes left behind that were killed meanwhile is removed: this process has the lock."""
+        for left_behind in self.folder.glob(f".{name.text}.writing-*"):
+            left_behind.unlink(missing_ok=True)
+        handle, written = tempfile.mkstemp(dir=self.folder, prefix=f".{name.text}.writing-")
+        try:
+            with os.fdopen(handle, "wb", buffering=0) as file:
+                packed_file.write(file, weights, name.key, progress)
+            os.replace(written, self._path(name))
+        except BaseException:
+            Path(written).unlink(missing_ok=True)
+            raise
+        _write_stamp(self._seen(name), self._path(name).stat())
+
+    def _remember(self, path: Path, seen: Path) -> None:
+        """Note the use, and that the content was found whole."""
+        with contextlib.suppress(OSError):
+            found = path.stat()
+            if _read_stamp(seen) == _stamp(found):
+                os.utime(seen)
+            else:
+                _write_stamp(seen, found)
+
+    def _make_room(self, name: Name, size: int) -> bool:
+        """Remove the files whose use is longest ago, until one of `size` more fits; return whether it does."""
+        self._remove_abandoned()
+        others = [entry for entry in entries(self.folder) if entry.path != self._path(name)]
+        used = sum(entry.num_bytes for entry in others)
+        most = self.max_bytes
+        if most is None:
+            most = min(_MOST_BYTES, (shutil.disk_usage(self.folder).free + used) // 2)
+        if size > most:
+            _warn(f"{size / 1e9:.2f} GB of weights do not fit in {most / 1e9:.2f} GB; give --packed-cache more, or free some space")
+            return False
+        for entry in sorted(others, key=lambda entry: entry.used_at):
+            if used + size <= most:
+                break
+            entry.remove()
+            used -= entry.num_bytes
+        return True
+
+    def _remove_abandoned(self) -> None:
+        for left_behind in self.folder.glob(".*.writing-*"):
+            with contextlib.suppress(OSError):
+                if time.time() - left_behind.stat().st_mtime > _ABANDONED_S:
+                    left_behind.unlink()
+
+    def _path(self, name: Name) -> Path:
+        return self.folder / f"{name.text}{_SUFFIX}"
+
+    def _seen(self, name: Name) -> Path:
+        return self.folder / f"{name.text}.json"
+
+    def _lock(self, name: Name) -> Path:
+        return self.folder / f".{name.text}.lock"
+
+
+@dataclass(frozen=True)
+class Name:
+    """Name packed weights: `key` is a hex SHA-256 of all that decides their bytes, `text` is for people and begins with it."""
+
+    text: str
+    key: str
+
+    @staticmethod
+    def of(weights_hash: str, numerics: Numerics) -> Name:
+        """Return the name. `weights_hash` is the model's, with its overrides."""
+        form = f"{numerics.weights}g{numerics.group}" if numerics.group else numerics.weights
+        parts = (weights_hash, form, str(numerics.dtype), sys.byteorder, torch.__version__, _sources())
+        key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+        return Name(f"{weights_hash[:12]}-{form}-{key[:16]}", key)
+
+
+@cache
+def _sources() -> str:
+    """Return a hash of the sources that decide the bytes: what is changed there needs no revision that somebody has to raise."""
+    engine = Path(__file__).parents[1]
+    modules = [Path(module.__file__) for module in (library, kernels) if module.__file__]
+    paths = sorted([*(engine / "loader").rglob("*.py"), *(engine / "models").rglob("*.py"), *modules])
+    digest = hashlib.sha256()
+    for path in paths:
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(engine).as_posix()}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()
+
+
+# The files of the folder
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A file of packed weights, the bytes that it takes, and when it was last used (seconds since 1970)."""
+
+    path: Path
+    num_bytes: int
+    used_at: float
+
+    def remove(self) -> None:
+        """Remove it. A process that has it mapped keeps its pages."""
+        for path in (self.path.with_suffix(".json"), self.path.with_name(f".{self.path.stem}.lock"), self.path):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def entries(folder: Path) -> Sequence[Entry]:
+    """Return the packed weights in a folder; none where there is none."""
+    found = []
+    for path in folder.glob(f"[!.]*{_SUFFIX}"):
+        with contextlib.suppress(OSError):
+            stat, seen = path.stat(), path.with_suffix(".json")
+            found.append(Entry(path, stat.st_size, seen.stat().st_mtime if seen.exists() else stat.st_mtime))
+    return found
+
+
+def _stamp(found: os.stat_result) -> list[int]:
+    """Return what changes whenever a file's content is written, or another file takes its place."""
+    return [found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+
+
+def _read_stamp(path: Path) -> object:
+    """Return the stamp in the file; None for any other content."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return content.get("file") if isinstance(content, dict) else None
+
+
+def _write_stamp(path: Path, found: os.stat_result) -> None:
+    handle, written = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.writing-")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump({"file": _stamp(found)}, file)
+        os.replace(written, path)
+    except BaseException:
+        Path(written).unlink(missing_ok=True)
+        raise
+
+
+@contextlib.contextmanager
+def _exclusive(path: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Hold the lock. The kernel releases it when its holder dies."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("waiting for another process that packs the same weights")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _warn(problem: str) -> None:
+    logger.warning("packed weights are not kept for the next start: %s; --packed-cache=off does not try", problem)

@@ -1,0 +1,347 @@
+"""A file of packed weights: what the CPU kernels read, as it lies in memory, to be mapped instead of packed anew.
+
+    magic          8 bytes, with the revision of this format
+    length         8 bytes, little-endian: of the header
+    content        32 bytes: SHA-256 of everything behind the header
+    seal           32 bytes: SHA-256 of the three before it and of the header
+    header         JSON: the key (packed_cache.py), the tree of weights, and dtype, shape and offset of each tensor
+    tensors        each at a multiple of 64 bytes of the file, in the order in which a step streams them; then zeros
+
+The size is a multiple of 2 MiB, and it is written in pieces of this size: file systems that support it (ext4 since Linux 6.16, XFS)
+then keep it in large pages, which a mapping shares. Opening checks seal, key, size and the place of every tensor; the content's
+hash is checked unless the caller knows that the file has not changed since it was (`is_known`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import hashlib
+import json
+import math
+import mmap
+import os
+import struct
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from pdmesh.engine.kernels.cpu.library import allocate
+from pdmesh.engine.kernels.cpu.model import (
+    PackedExperts,
+    PackedLatent,
+    PackedLayer,
+    PackedLinear,
+    PackedMLP,
+    PackedNorm,
+    PackedRope,
+    PackedWeights,
+)
+from pdmesh.engine.models.config import ExpertsConfig, LatentConfig, ModelConfig
+
+Progress = Callable[[float, str], None]
+
+_MAGIC = b"PDMPACK\x01"
+_PREFIX = struct.Struct("<8sQ32s32s")
+_ALIGNMENT = 64  # bytes: a cache line, and the widest vector
+_LARGE_PAGE = 2 * 2**20
+_CHUNK = 8 * _LARGE_PAGE
+_MAX_HEADER = 256 * 2**20
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "uint8": torch.uint8}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_PARTS = (PackedWeights, PackedLayer, PackedLinear, PackedNorm, PackedMLP, PackedExperts, PackedLatent, PackedRope)
+_TYPES = {part.__name__: part for part in _PARTS}
+
+
+class UnusableFile(ValueError):
+    """The file is damaged, cut off, another model's or another version's. The message says which."""
+
+
+# The tree of weights as JSON. What config.json says is not stored: it is the key's.
+
+
+class _Tree:
+    """Turn weights into JSON and `tensors`, numbered as they are met."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+
+    def of(self, value: object) -> object:
+        if isinstance(value, Tensor):
+            self.tensors.append(value)
+            return {"tensor": len(self.tensors) - 1}
+        if isinstance(value, ExpertsConfig | LatentConfig):
+            return {"config": "experts" if isinstance(value, ExpertsConfig) else "latent"}
+        if is_dataclass(value) and type(value).__name__ in _TYPES:
+            return {type(value).__name__: {part.name: self.of(getattr(value, part.name)) for part in fields(value)}}
+        if isinstance(value, list | tuple):
+            return {"list" if isinstance(value, list) else "tuple": [self.of(each) for each in value]}
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        raise TypeError(f"packed weights hold {type(value).__name__}, which packed_file.py does not know")
+
+
+def _built(node: object, tensors: list[Tensor], config: ModelConfig) -> object:
+    """Return what `_Tree.of` was given. Raises LookupError, TypeError or ValueError for a tree of another version."""
+    if not isinstance(node, dict):
+        return node
+    ((kind, content),) = node.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "config":
+        return {"experts": config.experts, "latent": config.latent}[content]
+    if kind in ("list", "tuple"):
+        parts = [_built(each, tensors, config) for each in content]
+        return parts if kind == "list" else tuple(parts)
+    return _TYPES[kind](**{name: _built(each, tensors, config) for name, each in content.items()})
+
+
+# Writing
+
+
+def write(file: BinaryIO, weights: PackedWeights, key: str, progress: Progress = lambda _share, _text: None) -> None:
+    """Write the weights to an empty file, to the disk as well. Raises OSError: no room, or a limit."""
+    header, tensors, size = _header_of(weights, key)
+    pieces, content = _Pieces(file), hashlib.sha256()
+    pieces.put(bytes(_PREFIX.size) + header)
+    done = _PREFIX.size + len(header)
+
+    def put(data: memoryview) -> None:
+        content.update(data)
+        pieces.put(data)
+
+    for tensor, start in tensors:
+        put(memoryview(bytes(start - done)))
+        put(_view(tensor))
+        done = start + tensor.nbytes
+        progress(done / size, "writing the packed weights for the next start")
+    put(memoryview(bytes(size - done)))
+    pieces.end()
+    file.seek(0)
+    _write_all(file, _prefix(header, content.digest()))
+    os.fsync(file.fileno())
+
+
+class _Pieces:
+    """Write an unbuffered file in whole pieces: a smaller one would make the file system take small pages for it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._piece, self._filled = file, memoryview(bytearray(_CHUNK)), 0
+
+    def put(self, data: bytes | memoryview) -> None:
+        left = memoryview(data)
+        while left:
+            count = min(len(left), len(self._piece) - self._filled)
+            self._piece[self._filled : self._filled + count] = left[:count]
+            self._filled, left = self._filled + count, left[count:]
+            if self._filled == len(self._piece):
+                self.end()
+
+    def end(self) -> None:
+        """Write what has come since the last piece."""
+        _write_all(self._file, self._piece[: self._filled])
+        self._filled = 0
+
+
+def _header_of(weights: PackedWeights, key: str) -> tuple[bytes, list[tuple[Tensor, int]], int]:
+    """Return the header, the tensors with their offsets in the file, and the file's size."""
+    tree = _Tree()
+    root = tree.of(weights)
+    lengths = [tensor.nbytes for tensor in tree.tensors]
+    described = [[_NAMES[tensor.dtype], list(tensor.shape)] for tensor in tree.tensors]
+    # Offsets count from the end of the header, rounded up, so that they do not depend on its length.
+    starts, end = [], 0
+    for length in lengths:
+        starts.append(end)
+        end += _rounded(length, _ALIGNMENT)
+    content = {"key": key, "tree": root, "tensors": [[*each, start] for each, start in zip(described, starts, strict=True)]}
+    header = json.dumps(content, separators=(",", ":")).encode()
+    first = _rounded(_PREFIX.size + len(header), _ALIGNMENT)
+    placed = [(tensor, first + start) for tensor, start in zip(tree.tensors, starts, strict=True)]
+    return header, placed, _rounded(first + end, _LARGE_PAGE)
+
+
+def num_bytes(weights: PackedWeights) -> int:
+    """Return the size of the file of these weights."""
+    return _header_of(weights, "0" * 64)[2]
+
+
+def _prefix(header: bytes, content: bytes) -> bytes:
+    before = _MAGIC + len(header).to_bytes(8, "little") + content
+    return before + hashlib.sha256(before + header).digest()
+
+
+def _write_all(file: BinaryIO, data: bytes | bytearray | memoryview) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]
+
+
+def _view(tensor: Tensor) -> memoryview:
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return memoryview(flat.numpy()) if flat.numel() else memoryview(b"")
+
+
+def _rounded(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+# Reading
+
+
+@dataclass(frozen=True)
+class OpenedWeights:
+    """`is_shared`: the weights are pages of the file, shared with every process that maps it; else a copy of this process."""
+
+    weights: PackedWeights
+    is_shared: bool
+
+
+def read(path: Path, key: str, config: ModelConfig, *, is_known: Callable[[os.stat_result], bool]) -> OpenedWeights:
+    """Return the weights in the file. `is_known` says whether the file with this stat was found whole before; its content is
+    hashed otherwise. Raises UnusableFile; OSError for a file that is not there or cannot be read."""
+    with path.open("rb", buffering=0) as file:
+        found = os.fstat(file.fileno())
+        header, first, content = _checked_header(file, path, found.st_size, key)
+        if not is_known(found) and _hash_behind(file, first) != content:
+            raise UnusableFile(f"{path} is damaged: its content does not have its hash")
+        memory, is_shared = _memory_of(file, found.st_size)
+    start = _rounded(first, _ALIGNMENT)
+    try:
+        tensors = [_tensor(memory, start, *described) for described in header["tensors"]]
+        weights = _built(header["tree"], tensors, config)
+    except (LookupError, TypeError, ValueError) as error:
+        raise UnusableFile(f"{path} holds other parts than this version's weights have ({error})") from error
+    if not isinstance(weights, PackedWeights):
+        raise UnusableFile(f"{path} holds no weights")
+    return OpenedWeights(weights, is_shared)
+
+
+def _checked_header(file: BinaryIO, path: Path, size: int, key: str) -> tuple[Mapping[str, list[object]], int, bytes]:
+    """Return the header, where it ends, and the hash of what follows."""
+    prefix = file.read(_PREFIX.size)
+    if len(prefix) < _PREFIX.size or not prefix.startswith(_MAGIC):
+        raise UnusableFile(f"{path} is no file of packed weights, or another version's")
+    _magic, length, content, _seal = _PREFIX.unpack(prefix)
+    if length > min(size, _MAX_HEADER):
+        raise UnusableFile(f"{path} is cut off or damaged: {size} bytes, and its header has {length}")
+    header = file.read(length)
+    if _prefix(header, content) != prefix:
+        raise UnusableFile(f"{path} is damaged: its header does not have its seal")
+    described = json.loads(header)
+    if described["key"] != key:
+        raise UnusableFile(f"{path} holds the weights of another model, format or version")
+    start = _rounded(_PREFIX.size + length, _ALIGNMENT)
+    end = max((start + offset + _length(name, shape) for name, shape, offset in described["tensors"]), default=start)
+    if size != _rounded(end, _LARGE_PAGE):
+        raise UnusableFile(f"{path} is cut off: {size} bytes in place of {_rounded(end, _LARGE_PAGE)}")
+    return described, _PREFIX.size + length, content
+
+
+def _length(name: str, shape: list[int]) -> int:
+    return math.prod(shape) * _DTYPES[name].itemsize
+
+
+def _tensor(memory: Tensor, start: int, name: str, shape: list[int], offset: int) -> Tensor:
+    part = memory[start + offset : start + offset + _length(name, shape)]
+    return part.view(_DTYPES[name]).view(shape)
+
+
+def _hash_behind(file: BinaryIO, first: int) -> bytes:
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK))
+    file.seek(first)
+    while count := file.readinto(buffer):  # type: ignore[attr-defined]  # an unbuffered file has it
+        digest.update(buffer[:count])
+    return digest.digest()
+
+
+# The file's memory: mapped where large pages can be had, else copied into large pages of this process
+#
+# Reading weights through pages of 4 KiB misses the TLB 512 times as often as through large ones, which costs more than sharing
+# saves: see docs/cpu.md.
+
+
+_POPULATE_READ, _COLLAPSE = 22, 25  # of linux/mman.h, which Python does not name
+_FIXED, _NORESERVE = 0x10, 0x4000
+_LARGE_ENOUGH = 0.9  # share of a mapping in large pages
+_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def _memory_of(file: BinaryIO, size: int) -> tuple[Tensor, bool]:
+    """Return the file's bytes, [size] uint8, and whether they are its pages."""
+    if sys.platform != "linux":
+        return torch.frombuffer(mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ), dtype=torch.uint8), True
+    with contextlib.suppress(OSError):
+        memory = _mapped(file, size)
+        if _large_bytes(memory) >= _LARGE_ENOUGH * size or not _has_large_pages():
+            return memory, True
+        del memory
+    return _copied(file, size), False
+
+
+def _mapped(file: BinaryIO, size: int) -> Tensor:
+    """Return the file's bytes, [size] uint8, mapped read-only from the address of a large page on. The tensor's memory
+    reserves addresses, and frees them with the file's pages: the kernel by itself does not choose such an address everywhere."""
+    reserved = mmap.mmap(-1, size + _LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+    whole = torch.frombuffer(reserved, dtype=torch.uint8)
+    start = -whole.data_ptr() % _LARGE_PAGE
+    memory = whole[start : start + size]
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
+    flags = mmap.MAP_SHARED | _FIXED
+    if libc.mmap(memory.data_ptr(), size, mmap.PROT_READ, flags, file.fileno(), 0) != memory.data_ptr():
+        raise OSError(ctypes.get_errno(), "the file cannot be mapped")
+    _advise(reserved, mmap.MADV_HUGEPAGE, start, size)
+    for first in range(start, start + size, _CHUNK):  # in pieces: Python's lock is held meanwhile
+        _advise(reserved, _POPULATE_READ, first, min(_CHUNK, start + size - first))
+    if _large_bytes(memory) < _LARGE_ENOUGH * size:
+        _advise(reserved, _COLLAPSE, start, size)
+    return memory
+
+
+def _advise(mapping: mmap.mmap, advice: int, start: int, size: int) -> None:
+    """Advise, where this kernel knows how."""
+    try:
+        mapping.madvise(advice, start, size)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EAGAIN, errno.ENOMEM, errno.EBUSY):
+            raise
+
+
+def _large_bytes(memory: Tensor) -> int:
+    """Return how many bytes of mapped memory are in large pages, from /proc/self/smaps."""
+    first, found, is_inside = memory.data_ptr(), 0, False
+    with open("/proc/self/smaps", encoding="utf-8") as lines:
+        for line in lines:
+            name, _, rest = line.partition(" ")
+            if not name.endswith(":"):
+                is_inside = first <= int(name.partition("-")[0], 16) < first + memory.nbytes
+            elif is_inside and name in ("FilePmdMapped:", "ShmemPmdMapped:"):
+                found += int(rest.split()[0]) << 10
+    return found
+
+
+def _has_large_pages() -> bool:
+    """Return whether private memory can have them here."""
+    with contextlib.suppress(OSError):
+        return "[never]" not in _ENABLED.read_text(encoding="utf-8")
+    return False
+
+
+def _copied(file: BinaryIO, size: int) -> Tensor:
+    memory = allocate(size)
+    view, done = memoryview(memory.numpy()), 0
+    file.seek(0)
+    while done < size:
+        count = file.readinto(view[done : done + _CHUNK])  # type: ignore[attr-defined]  # an unbuffered file has it
+        if not count:
+            raise UnusableFile(f"it ended at byte {done} while it was read")
+        done += count
+    return memory
