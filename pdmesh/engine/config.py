@@ -44,7 +44,9 @@ class EngineConfig:
     quantization_group: int = field(default=32, metadata={"help": "int4: inputs that share a scale: 32, 64 or 128"})
     packed_cache: str = field(
         default="auto",
-        metadata={"help": "native: GB of disk for packed weights, which the next start maps; auto (half of what is free), or off"},
+        metadata={
+            "help": "native: GB of disk for packed weights, which the next start maps; auto (half of what is free), or off"
+        },
     )
     fp8_activations: bool = field(
         default=False, metadata={"help": "fp8: more than 128 rows are multiplied in fp8 too: twice the rate, off by up to 1/16"}

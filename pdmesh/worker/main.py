@@ -14,6 +14,7 @@ from typing import NoReturn
 
 import torch
 
+from pdmesh.engine.memory import return_freed_memory
 from pdmesh.runtime import log
 from pdmesh.runtime.config import ENV_PREFIX, ConfigError, load, options_of
 from pdmesh.runtime.process import Lifecycle, run
@@ -58,6 +59,7 @@ async def serve(life: Lifecycle, config: WorkerConfig, *, prog: str = "worker") 
     worker = Worker(config, engine, worker_id=config.worker_id or f"worker-{secrets.token_hex(4)}", on_failure=life.fail)
     try:
         description = await worker.start()
+        return_freed_memory()
         await _announced(life, config, worker, description.address)
         if life.error is None:
             await worker.drain(config.drain_grace_s)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import hashlib
 import logging
@@ -142,7 +141,6 @@ def load_model(config: EngineConfig, progress: Progress = lambda _share, _text: 
     loading = partial(_load, source, config, numerics, digest, library)
     model, mode = loading(lambda share, text: progress(0.3 + 0.7 * share, text))
     kv_scales = known_scales(source, numerics.kv_dtype)
-    return_freed_memory()
     progress(1.0, "loaded")
     if source.config.rope.is_long(effective_max_context(config, source.config)):
         mode += "-long"  # rotated keys of the other kind are of no use here
@@ -217,12 +215,6 @@ def _log_reading(source: WeightSource, config: EngineConfig, numerics: Numerics)
     """Log what a folder's quantized weights were. Weights that an earlier start packed were logged then."""
     if isinstance(source, SafetensorsSource):
         source.log_reading(numerics.weights, numerics.group, numerics.num_bytes(source.config, _num_elements(source, config)))
-
-
-def return_freed_memory() -> None:
-    """Give what loading allocated and freed back to the system: the C library keeps small pieces, tens of MB in all."""
-    with contextlib.suppress(AttributeError, OSError):  # glibc has it
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _load_triton(source: WeightSource, config: EngineConfig, numerics: Numerics, progress: Progress) -> tuple[TritonModel, str]:

@@ -104,7 +104,7 @@ class PackedCache:
             began = time.monotonic()
             opened = packed_file.read(path, name.key, config, is_known=lambda found: _stamp(found) == _read_stamp(seen))
             self._remember(path, seen)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except UnusableFile as error:
             logger.log(level, "%s; the weights are packed anew", error)
@@ -124,6 +124,7 @@ class PackedCache:
         try:
             with os.fdopen(handle, "wb", buffering=0) as file:
                 packed_file.write(file, weights, name.key, progress)
+                os.fchmod(file.fileno(), 0o400)  # a change would reach every process that has it mapped
             os.replace(written, self._path(name))
         except BaseException:
             Path(written).unlink(missing_ok=True)
@@ -148,7 +149,9 @@ class PackedCache:
         if most is None:
             most = min(_MOST_BYTES, (shutil.disk_usage(self.folder).free + used) // 2)
         if size > most:
-            _warn(f"{size / 1e9:.2f} GB of weights do not fit in {most / 1e9:.2f} GB; give --packed-cache more, or free some space")
+            _warn(
+                f"{size / 1e9:.2f} GB of weights do not fit in {most / 1e9:.2f} GB; give --packed-cache more, or free some space"
+            )
             return False
         for entry in sorted(others, key=lambda entry: entry.used_at):
             if used + size <= most:
