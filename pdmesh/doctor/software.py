@@ -161,12 +161,14 @@ def disk(name: str) -> Check:
     """Check the free space in the cache's folder for a model that is to be downloaded."""
     folder = next(path for path in (cache_folder(), *cache_folder().parents) if path.exists())
     fetched = name not in KNOWN_MODELS or (cache_folder() / "models" / name / "config.json").is_file()
-    return judge_disk(shutil.disk_usage(folder).free, folder, None if fetched else KNOWN_MODELS[name])
+    packed = sum(path.stat().st_size for path in (cache_folder() / "packed").glob("*.packed"))
+    return judge_disk(shutil.disk_usage(folder).free, folder, None if fetched else KNOWN_MODELS[name], packed)
 
 
-def judge_disk(free: int, folder: Path, to_fetch: KnownModel | None) -> Check:
-    """Return the check whether `free` bytes at `folder` suffice to download and convert a model."""
-    found = f"{size(free)} free at {folder}"
+def judge_disk(free: int, folder: Path, to_fetch: KnownModel | None, packed: int = 0) -> Check:
+    """Return the check whether `free` bytes at `folder` suffice to download and convert a model. `packed`: bytes of weights that
+    workers keep there for their next start (--packed-cache)."""
+    found = f"{size(free)} free at {folder}" + (f", packed weights take {size(packed)}" if packed else "")
     if to_fetch is None:
         return ok("disk", found)
     least = 2 * to_fetch.source.num_bytes + to_fetch.num_bytes

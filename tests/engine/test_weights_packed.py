@@ -1,4 +1,4 @@
-"""Packed weights are written once and mapped from then on, bit by bit what packing makes; a file that is not whole is never used."""
+"""Packed weights are written once and mapped from then on, bit by bit what packing makes; no file is used that is not whole."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from pdmesh.engine.backend_selection import Numerics
 from pdmesh.engine.kernels.cpu.model import PackedWeights
 from pdmesh.engine.loader import packed_cache
 from pdmesh.engine.loader.builder import open_checkpoint
+from pdmesh.engine.loader.hash import cache_folder
 from pdmesh.engine.loader.pack import NativeBuilder
 from pdmesh.engine.loader.packed_cache import Name, PackedCache, entries
 from tests.engine.tiny_gguf import write_gguf
@@ -314,4 +315,4 @@ def test_small_weights_are_not_kept(llama: Path, tmp_path: Path) -> None:
 
 def test_off() -> None:
     assert PackedCache.configured("off") is None
-    assert PackedCache.configured("20") == PackedCache(packed_cache.cache_folder() / "packed", 20 * 10**9)
+    assert PackedCache.configured("20") == PackedCache(cache_folder() / "packed", 20 * 10**9)

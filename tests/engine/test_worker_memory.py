@@ -65,7 +65,7 @@ sys.stdin.readline()
 
 @dataclass
 class Report:
-    """What a process holds, resident (Rss) and in proportion to those that share it (Pss), by mapping; the hash of its weights."""
+    """What a process holds by mapping, resident (Rss) and in proportion to those that share it (Pss); its weights' hash."""
 
     held: dict[str, dict[str, int]]
     digest: str

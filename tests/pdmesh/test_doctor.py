@@ -153,6 +153,7 @@ def _no_compiler(_tier: isa.Tier) -> Path:
 def test_disk(free: int, state: State, tmp_path: Path) -> None:
     assert software.judge_disk(free, tmp_path, next(iter(KNOWN_MODELS.values()))).state is state
     assert software.judge_disk(free, tmp_path, None).state is State.OK
+    assert "packed weights take 2.0 GB" in software.judge_disk(free, tmp_path, None, 2 * 10**9).found
 
 
 def test_a_check_that_fails_is_a_finding() -> None:

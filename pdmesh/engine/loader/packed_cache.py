@@ -2,13 +2,13 @@
 all workers of a host share the pages.
 
     $PDMESH_CACHE/packed/MODEL-FORM-KEY.packed     the weights (packed_file.py); never changed, only replaced by a rename
-    $PDMESH_CACHE/packed/MODEL-FORM-KEY.json       what the file looked like when its content was found whole; its time is the last use
+    $PDMESH_CACHE/packed/MODEL-FORM-KEY.json       the stat of the file when its content was found whole; its time: the last use
     $PDMESH_CACHE/packed/.MODEL-FORM-KEY.lock      held by the process that packs
 
 KEY is a hash of everything that decides the bytes: the model's hash with its overrides, the format of the weights, the dtype of
 the rest, the sources that read, quantize and lay out, and torch's version. So a file is right or has another name. A file that is
-damaged, cut off or foreign is packed anew and replaced. A folder that cannot be written, or a full disk, costs one warning and the
-packing of each start.
+damaged, cut off or foreign is packed anew and replaced. A folder that cannot be written, or a full disk, costs one warning, and
+each start packs.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@
     header         JSON: the key (packed_cache.py), the tree of weights, and dtype, shape and offset of each tensor
     tensors        each at a multiple of 64 bytes of the file, in the order in which a step streams them; then zeros
 
-The size is a multiple of 2 MiB, and it is written in pieces of this size: file systems that support it (ext4 since Linux 6.16, XFS)
-then keep it in large pages, which a mapping shares. Opening checks seal, key, size and the place of every tensor; the content's
-hash is checked unless the caller knows that the file has not changed since it was (`is_known`).
+The size is a multiple of 2 MiB, and it is written in pieces of several: file systems that support it (ext4 since Linux 6.16) then
+keep it in large pages, which a mapping shares. Opening checks seal, key and size; the content's hash is checked unless the caller
+knows that the file has not changed since it was (`is_known`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import mmap
 import os
 import struct
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -56,7 +56,7 @@ _MAX_HEADER = 256 * 2**20
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "uint8": torch.uint8}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _PARTS = (PackedWeights, PackedLayer, PackedLinear, PackedNorm, PackedMLP, PackedExperts, PackedLatent, PackedRope)
-_TYPES = {part.__name__: part for part in _PARTS}
+_TYPES: dict[str, Callable[..., object]] = {part.__name__: part for part in _PARTS}
 
 
 class UnusableFile(ValueError):
@@ -185,7 +185,7 @@ def _write_all(file: BinaryIO, data: bytes | bytearray | memoryview) -> None:
 
 def _view(tensor: Tensor) -> memoryview:
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    return memoryview(flat.numpy()) if flat.numel() else memoryview(b"")
+    return memoryview(flat.numpy().data) if flat.numel() else memoryview(b"")
 
 
 def _rounded(number: int, multiple: int) -> int:
@@ -208,14 +208,14 @@ def read(path: Path, key: str, config: ModelConfig, *, is_known: Callable[[os.st
     hashed otherwise. Raises UnusableFile; OSError for a file that is not there or cannot be read."""
     with path.open("rb", buffering=0) as file:
         found = os.fstat(file.fileno())
-        header, first, content = _checked_header(file, path, found.st_size, key)
-        if not is_known(found) and _hash_behind(file, first) != content:
+        header = _checked_header(file, path, found.st_size, key)
+        if not is_known(found) and _hash_behind(file, header.end) != header.content:
             raise UnusableFile(f"{path} is damaged: its content does not have its hash")
         memory, is_shared = _memory_of(file, found.st_size)
-    start = _rounded(first, _ALIGNMENT)
+    start = _rounded(header.end, _ALIGNMENT)
+    tensors = [_tensor(memory, start + offset, name, shape) for name, shape, offset in header.tensors]
     try:
-        tensors = [_tensor(memory, start, *described) for described in header["tensors"]]
-        weights = _built(header["tree"], tensors, config)
+        weights = _built(header.tree, tensors, config)
     except (LookupError, TypeError, ValueError) as error:
         raise UnusableFile(f"{path} holds other parts than this version's weights have ({error})") from error
     if not isinstance(weights, PackedWeights):
@@ -223,8 +223,17 @@ def read(path: Path, key: str, config: ModelConfig, *, is_known: Callable[[os.st
     return OpenedWeights(weights, is_shared)
 
 
-def _checked_header(file: BinaryIO, path: Path, size: int, key: str) -> tuple[Mapping[str, list[object]], int, bytes]:
-    """Return the header, where it ends, and the hash of what follows."""
+@dataclass(frozen=True)
+class _Header:
+    """`end` is where it ends in the file, `content` the hash of what follows; a tensor is its dtype, shape and offset."""
+
+    tree: object
+    tensors: list[tuple[str, list[int], int]]
+    end: int
+    content: bytes
+
+
+def _checked_header(file: BinaryIO, path: Path, size: int, key: str) -> _Header:
     prefix = file.read(_PREFIX.size)
     if len(prefix) < _PREFIX.size or not prefix.startswith(_MAGIC):
         raise UnusableFile(f"{path} is no file of packed weights, or another version's")
@@ -241,15 +250,15 @@ def _checked_header(file: BinaryIO, path: Path, size: int, key: str) -> tuple[Ma
     end = max((start + offset + _length(name, shape) for name, shape, offset in described["tensors"]), default=start)
     if size != _rounded(end, _LARGE_PAGE):
         raise UnusableFile(f"{path} is cut off: {size} bytes in place of {_rounded(end, _LARGE_PAGE)}")
-    return described, _PREFIX.size + length, content
+    return _Header(described["tree"], described["tensors"], _PREFIX.size + length, content)
 
 
 def _length(name: str, shape: list[int]) -> int:
     return math.prod(shape) * _DTYPES[name].itemsize
 
 
-def _tensor(memory: Tensor, start: int, name: str, shape: list[int], offset: int) -> Tensor:
-    part = memory[start + offset : start + offset + _length(name, shape)]
+def _tensor(memory: Tensor, start: int, name: str, shape: list[int]) -> Tensor:
+    part = memory[start : start + _length(name, shape)]
     return part.view(_DTYPES[name]).view(shape)
 
 
@@ -337,7 +346,7 @@ def _has_large_pages() -> bool:
 
 def _copied(file: BinaryIO, size: int) -> Tensor:
     memory = allocate(size)
-    view, done = memoryview(memory.numpy()), 0
+    view, done = memoryview(memory.numpy().data), 0
     file.seek(0)
     while done < size:
         count = file.readinto(view[done : done + _CHUNK])  # type: ignore[attr-defined]  # an unbuffered file has it

@@ -64,9 +64,9 @@ REFUSED: Mapping[str, str] = {
 }
 """The fields that it cannot be told, with what to do. Their defaults are accepted."""
 
-WITHOUT_EFFECT = frozenset({"keep_pace", "steps_ahead"})
-"""Fields about what the engine does not do: it holds no prompts back (`Lack.PACES`), and launches no step before it has read the
-tokens of the one before. Either value describes it."""
+WITHOUT_EFFECT = frozenset({"keep_pace", "packed_cache", "steps_ahead"})
+"""Fields about what the engine does not do: it holds no prompts back (`Lack.PACES`), packs no weights, and launches no step
+before it has read the tokens of the one before. Any value describes it."""
 
 _QUANTIZATIONS = ("auto", "none")
 _CPU_BLOCK = 32
