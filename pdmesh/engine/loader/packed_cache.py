@@ -36,7 +36,7 @@ from pdmesh.engine.kernels.cpu import model as kernels
 from pdmesh.engine.kernels.cpu.model import PackedWeights
 from pdmesh.engine.loader import packed_file
 from pdmesh.engine.loader.hash import cache_folder
-from pdmesh.engine.loader.packed_file import UnusableFile
+from pdmesh.engine.loader.packed_file import NotShared, UnusableFile
 from pdmesh.engine.models.config import ModelConfig
 
 Progress = Callable[[float, str], None]
@@ -95,14 +95,20 @@ class PackedCache:
         except OSError as error:
             _warn(f"{self.folder} cannot hold {size / 1e9:.2f} GB more ({error.strerror or error})")
             return weights
-        return self._find(name, config) or weights
+        with contextlib.suppress(NotShared):
+            return self._find(name, config, copies=False) or weights
+        return weights
 
-    def _find(self, name: Name, config: ModelConfig, *, level: int = logging.WARNING) -> PackedWeights | None:
-        """Return the weights of the file, where it is there and right; `level` is that of the message that it is not right."""
+    def _find(
+        self, name: Name, config: ModelConfig, *, level: int = logging.WARNING, copies: bool = True
+    ) -> PackedWeights | None:
+        """Return the weights of the file, where it is there and right; `level` is that of the message that it is not right.
+        Raises NotShared like `packed_file.read`."""
         path, seen = self._path(name), self._seen(name)
         try:
             began = time.monotonic()
-            opened = packed_file.read(path, name.key, config, is_known=lambda found: _stamp(found) == _read_stamp(seen))
+            known = _read_stamp(seen)
+            opened = packed_file.read(path, name.key, config, is_known=lambda found: _stamp(found) == known, copies=copies)
             self._remember(path, seen)
         except (FileNotFoundError, NotADirectoryError):
             return None

@@ -59,6 +59,10 @@ _PARTS = (PackedWeights, PackedLayer, PackedLinear, PackedNorm, PackedMLP, Packe
 _TYPES: dict[str, Callable[..., object]] = {part.__name__: part for part in _PARTS}
 
 
+class NotShared(Exception):
+    """The file is whole, but not in large pages, and no copy was asked for."""
+
+
 class UnusableFile(ValueError):
     """The file is damaged, cut off, another model's or another version's. The message says which."""
 
@@ -203,15 +207,18 @@ class OpenedWeights:
     is_shared: bool
 
 
-def read(path: Path, key: str, config: ModelConfig, *, is_known: Callable[[os.stat_result], bool]) -> OpenedWeights:
+def read(
+    path: Path, key: str, config: ModelConfig, *, is_known: Callable[[os.stat_result], bool], copies: bool = True
+) -> OpenedWeights:
     """Return the weights in the file. `is_known` says whether the file with this stat was found whole before; its content is
-    hashed otherwise. Raises UnusableFile; OSError for a file that is not there or cannot be read."""
+    hashed otherwise. Raises UnusableFile; NotShared where only a copy would do and `copies` is false; OSError for a file that is
+    not there or cannot be read."""
     with path.open("rb", buffering=0) as file:
         found = os.fstat(file.fileno())
         header = _checked_header(file, path, found.st_size, key)
         if not is_known(found) and _hash_behind(file, header.end) != header.content:
             raise UnusableFile(f"{path} is damaged: its content does not have its hash")
-        memory, is_shared = _memory_of(file, found.st_size)
+        memory, is_shared = _memory_of(file, found.st_size, copies=copies)
     start = _rounded(header.end, _ALIGNMENT)
     tensors = [_tensor(memory, start + offset, name, shape) for name, shape, offset in header.tensors]
     try:
@@ -272,17 +279,18 @@ def _hash_behind(file: BinaryIO, first: int) -> bytes:
 
 # The file's memory: mapped where large pages can be had, else copied into large pages of this process
 #
-# Reading weights through pages of 4 KiB misses the TLB 512 times as often as through large ones, which costs more than sharing
-# saves: see docs/cpu.md.
+# Weights in pages of 4 KiB miss the TLB 512 times as often: a decode step takes 5 to 8 % longer with all of them in such pages
+# (docs/cpu.md). A copy is read at full speed, but it is not shared, and where memory is full of cached files the system needs
+# seconds for each GB of large pages.
 
 
 _POPULATE_READ, _COLLAPSE = 22, 25  # of linux/mman.h, which Python does not name
 _FIXED, _NORESERVE = 0x10, 0x4000
-_LARGE_ENOUGH = 0.9  # share of a mapping in large pages
+_LARGE_ENOUGH = 0.5  # share of a mapping in large pages
 _ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
-def _memory_of(file: BinaryIO, size: int) -> tuple[Tensor, bool]:
+def _memory_of(file: BinaryIO, size: int, *, copies: bool) -> tuple[Tensor, bool]:
     """Return the file's bytes, [size] uint8, and whether they are its pages."""
     if sys.platform != "linux":
         return torch.frombuffer(mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ), dtype=torch.uint8), True
@@ -291,6 +299,8 @@ def _memory_of(file: BinaryIO, size: int) -> tuple[Tensor, bool]:
         if _large_bytes(memory) >= _LARGE_ENOUGH * size or not _has_large_pages():
             return memory, True
         del memory
+    if not copies:
+        raise NotShared
     return _copied(file, size), False
 
 
