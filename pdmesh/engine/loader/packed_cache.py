@@ -31,8 +31,6 @@ from pathlib import Path
 import torch
 
 from pdmesh.engine.backend_selection import Numerics
-from pdmesh.engine.kernels.cpu import library
-from pdmesh.engine.kernels.cpu import model as kernels
 from pdmesh.engine.kernels.cpu.model import PackedWeights
 from pdmesh.engine.loader import packed_file
 from pdmesh.engine.loader.hash import cache_folder
@@ -202,8 +200,8 @@ class Name:
 def _sources() -> str:
     """Return a hash of the sources that decide the bytes: what is changed there needs no revision that somebody has to raise."""
     engine = Path(__file__).parents[1]
-    modules = [Path(module.__file__) for module in (library, kernels) if module.__file__]
-    paths = sorted([*(engine / "loader").rglob("*.py"), *(engine / "models").rglob("*.py"), *modules])
+    layout = [engine / "kernels" / "cpu" / name for name in ("library.py", "model.py")]
+    paths = sorted([*(engine / "loader").rglob("*.py"), *(engine / "models").rglob("*.py"), *layout])
     digest = hashlib.sha256()
     for path in paths:
         content = path.read_bytes()
