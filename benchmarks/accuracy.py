@@ -394,9 +394,11 @@ class Variant:
 Overrides = Mapping[str, object]
 Window = tuple[int, ...]
 
-# The variant that others are measured against, and how much of its perplexity each kind of weights may come to.
+# The variant that others are measured against, and how much of its perplexity each kind of weights, and KV of int8 beside weights
+# of bfloat16, may come to.
 BASE = "bfloat16"
-GOALS = {"int8": 1.01, "int4": 1.05}
+GOALS = {"int8": 1.005, "int4": 1.03}
+KV_GOALS = {"int8": 1.005}
 VARIANTS: dict[str, Overrides] = {
     "float32": {"dtype": "float32"},
     BASE: {"dtype": "bfloat16"},
@@ -531,7 +533,7 @@ def _figures(name: str, measured: Measured, sizes: Sizes) -> list[Figure]:
 def _ratio(name: str, overrides: Overrides, measured: Mapping[str, Measured]) -> Figure:
     """How far the perplexity is from BASE's. The text is a sample: a ratio nearer to its goal than its error decides nothing."""
     ratio, error = perplexity_ratio(measured[name].scores, measured[BASE].scores)
-    goal = GOALS.get(str(overrides.get("quantization")))
+    goal = GOALS.get(str(overrides.get("quantization")), KV_GOALS.get(str(overrides.get("kv_dtype"))))
     unit = f"ratio (standard error {error:.4f})"
     return Figure(f"perplexity, of {BASE}'s: {name}", ratio, unit, "lower", goal=goal, peer=f"this engine, {BASE}")
 

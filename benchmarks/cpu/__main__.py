@@ -1,132 +1,121 @@
-"""`make bench-cpu`: our engine on the CPU beside other engines, side by side in one run, each figure with the machine's limit.
+"""`make bench-cpu`: our engine on the CPU beside other engines, side by side, each figure with the machine's limit.
 
-    python -m benchmarks.cpu [--rounds N] [--peers vllm,llama] [--quick] [--no-accuracy]
+    python -m benchmarks.cpu [--only PARTS] [--rounds N] [--quick] [--peers NAMES] [--fresh]
 
-Peers are installed into the cache by the first run. A whole run writes `benchmarks/results/cpu.json`; one with fewer peers or
-sizes only prints. The machine should have nothing else to do.
+Each part writes its figures into `benchmarks/results/cpu.json` as soon as it is through, in place of its own older ones; one that
+was cut off goes on where it was. The machine should have nothing else to do. Minutes on two cores, all in all some 45; a part
+with peers begins no further round of its five after its limit, and the notes of the file say how many rounds each figure has:
+
+    smollm2     8   SmolLM2-135M, each engine in memory and paused between its turns; Python's share of a step
+    tinyllama   7   TinyLlama-1.1B, real weights: of this and the next three, one engine is in memory at a time
+    llama1b     6   random weights in the shape of Llama 3.2 1B
+    llama3b     9   of Llama 3.2 3B
+    experts     5   64 experts of which 8 are active, a billion weights
+    long        3   decode steps at 8 000 tokens of context
+    accuracy    5   perplexity of every format
+    start       1   process start to first token, 135 M and 3 B
+    memory      1   idle workers
+
+The first run installs the peers into the cache (llama.cpp compiles for ten minutes) and converts the weights for each (a quarter
+of an hour, 40 GB of disk). What a run with `--peers` or `--quick` measures is only printed.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from benchmarks.accuracy import VARIANTS, accuracy_figures
-from benchmarks.cpu.contest import (
-    Contest,
-    MachineLimits,
-    ModelSizes,
-    Plan,
-    Prompts,
-    decode_case,
-    measure,
-    measure_starts,
-    prefill_case,
-)
-from benchmarks.cpu.figures import Results, all_figures
-from benchmarks.harness import Figure, aligned, parser_of, say, table, write
-from benchmarks.peers.environments import OURS, PEERS, Contestant
-from pdmesh.models.registry import DEFAULT_MODEL, ensure_model
-from pdmesh.text.tokenizer import Tokenizer
+from benchmarks.accuracy import VARIANTS, Sizes, accuracy_figures
+from benchmarks.cpu import own
+from benchmarks.cpu.cases import Plan
+from benchmarks.cpu.parts import PARTS, Found, run
+from benchmarks.harness import RESULTS, Figure, Kept, Measured, Options, Suite, say, write_document
 
-# What a person reads at the end of `make bench-cpu`: everybody side by side, then each figure with its goal and limit.
-
-
-def side_by_side(names: Sequence[str], medians: Mapping[str, float], plan: Plan) -> str:
-    """Tokens a second, a line per contestant."""
-    sizes = {f"batch {batch}": [decode_case(name, batch) for name in names] for batch in plan.batches}
-    sizes[f"prefill {plan.prefill_tokens}"] = [prefill_case(name, plan.prefill_tokens) for name in names]
-    columns = [[label, *(f"{medians[case]:.0f}" if case in medians else "-" for case in cases)] for label, cases in sizes.items()]
-    return "\n".join(aligned(list(zip(["tokens/s", *names], *columns, strict=True))))
-
-
-def all_with_goals(figures: Sequence[Figure]) -> str:
-    """A line per figure."""
-    return "\n".join(table(figures, "met"))
-
-
-def left_out(reasons: Mapping[str, str]) -> Iterator[str]:
-    for name, reason in reasons.items():
-        yield f"{name}: NOT MEASURED: {reason}"
-
-
-QUICK = Plan(rounds=1, starts=1, batches=(1, 4), new_tokens=32, long_context=2000)
+_OWN = ("long", "accuracy", "start", "memory")
 
 
 @dataclass(frozen=True)
-class Run:
-    """What one run found; `notes` go into the document beside the figures."""
+class CpuSuite(Suite):
+    """A suite whose file says beside the figures what was not measured, and what the contestants say of themselves, by part."""
 
-    results: Results
-    reasons: Mapping[str, str]
-    notes: Mapping[str, object]
+    found: dict[str, Found] = field(default_factory=dict)
 
-
-def run(folder: Path, contestants: Sequence[Contestant], plan: Plan) -> Run:
-    """Speeds first, with all processes there, then starts, with none."""
-    with Contest(DEFAULT_MODEL, plan.max_context, Prompts(Tokenizer.load(folder))) as contest:
-        contest.admit(contestants)
-        speeds = measure(contest, plan)
-        contest.close()
-        starts = measure_starts(contest, plan)
-    medians = speeds.medians | starts.medians
-    results = Results(
-        plan=plan,
-        sizes=ModelSizes.read(folder),
-        contestants=[seat.contestant for seat in contest.seats],
-        medians=medians,
-        about={seat.contestant.name: seat.child.about for seat in contest.seats},
-        limits=MachineLimits.of(medians),
-    )
-    return Run(results, contest.absent | speeds.failures | starts.failures, _notes(contest))
+    def save(self, part: str, figures: Sequence[Figure]) -> None:
+        """Write the figures, then the rest, in place of the part's own."""
+        super().save(part, figures)
+        if part in self.found:
+            path = RESULTS / f"{self.name}.json"
+            write_document(path, with_notes(json.loads(path.read_text()), part, self.found[part]))
 
 
-def _notes(contest: Contest) -> dict[str, object]:
-    return {"contestants": {seat.contestant.name: {**seat.child.about, "answer": seat.answer} for seat in contest.seats}}
+def with_notes(document: Mapping[str, object], part: str, found: Found) -> dict[str, object]:
+    """Return the document with what was found of a part in place of what it said of that part before. Pure."""
+
+    def merged(key: str, own: Mapping[str, object]) -> dict[str, object]:
+        known = document.get(key)
+        others = {name: value for name, value in known.items() if _part_of(name) in PARTS} if isinstance(known, dict) else {}
+        kept = {name: value for name, value in others.items() if _part_of(name) != part}
+        return {**kept, **{f"{part}: {name}": value for name, value in own.items()}}
+
+    notes = {"not_measured": merged("not_measured", found.not_measured), "contestants": merged("contestants", found.notes)}
+    return {**document, **notes}
 
 
-def report(found: Run, figures: Sequence[Figure]) -> None:
-    """The tables, for a person."""
-    names = [contestant.name for contestant in found.results.contestants]
-    say("\n" + side_by_side(names, found.results.medians, found.results.plan))
-    say("\n" + all_with_goals(figures))
-    for line in left_out(found.reasons):
-        say(line)
+def _part_of(key: str) -> str:
+    return key.partition(": ")[0]
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """`peers` comes back as the chosen ones of PEERS."""
-    parser = parser_of("benchmarks.cpu", __doc__)
+SUITE = CpuSuite("cpu", (*PARTS, *_OWN))
+
+
+def parse_args(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """Return the arguments and the chosen parts; `peers` None: all of them."""
+    parser = SUITE.parser(__doc__, fresh="forget what a run that was cut off has measured")
     parser.add_argument("--rounds", type=int, default=Plan.rounds, help="of which the medians are taken (default: %(default)s)")
     parser.add_argument("--peers", help="parts of names, separated by commas; none: only our own engine (default: all)")
-    parser.add_argument("--quick", action="store_true", help="one round, two batch sizes, few tokens: to see that all works")
-    parser.add_argument("--no-accuracy", action="store_true", help="leave out what each format costs in quality")
     args = parser.parse_args(argv)
     if args.rounds < 1:
         parser.error(f"--rounds: {args.rounds} is less than 1; give at least 1")
-    args.is_whole = not (args.peers or args.quick or args.no_accuracy)
-    parts = [part.strip().lower() for part in args.peers.split(",")] if args.peers else [""]
-    args.peers = [peer for peer in PEERS if any(part in peer.name.lower() for part in parts)]
-    if not args.peers and parts != ["none"]:
-        parser.error(f"--peers: {','.join(parts)} is in no name of {', '.join(peer.name for peer in PEERS)}")
-    return args
+    args.is_printed = bool(args.peers or args.quick)
+    if args.peers:
+        args.peers = [part.strip().lower() for part in args.peers.split(",")]
+        known = [peer.name for part in PARTS.values() for peer in part.peers]
+        if args.peers != ["none"] and not any(part in name.lower() for part in args.peers for name in known):
+            parser.error(f"--peers: {','.join(args.peers)} is in no name of {', '.join(dict.fromkeys(known))}")
+    try:
+        return args, SUITE.chosen(args.only)
+    except ValueError as error:
+        parser.error(str(error))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parse_args(argv)
-    folder = ensure_model(DEFAULT_MODEL, say)
-    found = run(folder, [*OURS, *args.peers], QUICK if args.quick else Plan(rounds=args.rounds))
-    figures = all_figures(found.results)
-    if not (args.quick or args.no_accuracy):
-        figures += accuracy_figures(folder, VARIANTS)
-    if args.is_whole:
-        write("cpu", figures, model=DEFAULT_MODEL, not_measured=found.reasons, **found.notes)
-    report(found, figures)
-    return 0
+def measure(name: str, args: argparse.Namespace, options: Options) -> Measured:
+    """Return the figures of a part."""
+    if name == "long":
+        return own.long_context(options)
+    if name == "accuracy":
+        few = Sizes(num_windows=1, window_tokens=64, num_prompts=1, prompt_tokens=8, new_tokens=8, decode_batch=1, decode_steps=4)
+        return accuracy_figures(options.model, VARIANTS, few if options.quick else None)
+    if name == "start":
+        return own.starts(options)
+    if name == "memory":
+        return own.memory(options)
+    found = run(PARTS[name], name, options, args.rounds, args.peers)
+    SUITE.found[name] = found
+    for what, reason in found.not_measured.items():
+        say(f"{what}: NOT MEASURED: {reason}")
+    return [*found.figures, *(own.python_share(options) if name == "smollm2" else [])]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args, names = parse_args(argv)
+    options = Options("cpu-some" if args.peers else "cpu", quick=args.quick)
+    for name in names:
+        if args.fresh or args.is_printed:
+            Kept(options.folder / name).forget()
+    SUITE.main(names, lambda name: measure(name, args, options), quick=args.is_printed)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

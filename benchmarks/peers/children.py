@@ -26,7 +26,9 @@ def engine(options: Options) -> Loaded:
     shape = made.kv.shape
     about: Options = {"version": made.numeric_mode, "kv_bytes_per_token": shape.bytes_per_block / shape.block_size}
     if isinstance(loaded.model, NativeModel):
-        about["weight_bytes"] = loaded.model.weights.bytes_per_step
+        weights = loaded.model.weights
+        about["weight_bytes"] = weights.bytes_per_step
+        about["packed_bytes"] = weights.bytes_per_step + weights.embedding.nbytes  # of a dense model
     return Loaded(EngineRunner(made).generate, about)
 
 
@@ -65,7 +67,7 @@ class EngineRunner:
 
 
 def openvino(options: Options) -> Loaded:
-    """OpenVINO GenAI with continuous batching, reading the GGUF file itself."""
+    """OpenVINO GenAI with continuous batching: a GGUF file, which it reads itself, or a folder in its own format."""
     import numpy as np
     import openvino  # type: ignore[import-not-found]
     import openvino_genai  # type: ignore[import-not-found]

@@ -14,20 +14,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-import torch
-from safetensors.torch import load_file, save_file
+from pdmesh.models.catalogue import Progress, cache_folder, exclusive
 
-from pdmesh.models.catalogue import Progress, building, cache_folder, exclusive, publish
-from pdmesh.models.registry import ensure_gguf_of, ensure_model
-
-# Who takes part in `make bench-cpu`: our engine in three formats and the peers, with the versions that were tried.
+# Who takes part in `make bench-cpu`: our engine in its formats and the peers, with the versions that were tried.
 
 
-Weights = Literal["float32", "bfloat16", "q4_1", "q8_0"]
+# The formats of model files that contestants read; `weights` makes them.
+Weights = Literal["checkpoint", "published", "bfloat16", "q4_0", "q8_0", "openvino-int8", "openvino-int4"]
 TORCH = ("install", "torch==2.13.0")
 
 
@@ -47,8 +44,9 @@ class Environment:
 class Contestant:
     """One row of the table: a library of `children.py`, the weights that it reads and what it is told at start.
 
-    `environment` None is this very Python: our own engine. `bytes_per_weight` is what a decode step reads, for the limit;
-    `settings` go to our engine only, and `variables` into the child's environment.
+    `environment` None is this very Python: our own engine. `bytes_per_weight` is what a decode step reads, for the limit; `bits`
+    those of its weights, as peers of which it is measured; `settings` go to our engine only, and `variables` into the child's
+    environment.
     """
 
     name: str
@@ -58,6 +56,7 @@ class Contestant:
     environment: Environment | None = None
     settings: Mapping[str, object] = field(default_factory=dict)
     variables: Mapping[str, str] = field(default_factory=dict)
+    bits: int = 16
 
     @property
     def is_ours(self) -> bool:
@@ -79,13 +78,17 @@ LLAMA_CPP = Environment(
 )
 TRANSFORMERS = Environment("transformers", (TORCH, ("install", "transformers==5.23.0", "safetensors==0.8.0")))
 
+OPENVINO_EXPORT = Environment(
+    "openvino-export",
+    (TORCH, ("install", "optimum-intel==2.1.0", "nncf==3.2.0", "openvino==2026.4.1")),
+    note="converts checkpoints to OpenVINO's own format; 1.5 GB",
+)
+
 INT4_GROUP = 32
 _INT4 = {"quantization": "int4", "quantization_group": INT4_GROUP}
-OURS = (
-    Contestant("pdmesh int8", "pdmesh", "float32", 1.0),
-    Contestant("pdmesh bf16", "pdmesh", "float32", 2.0, settings={"dtype": "bfloat16"}),
-    Contestant("pdmesh int4", "pdmesh", "q4_1", 0.5 + 4 / INT4_GROUP, settings=_INT4),
-)
+_INT4_BYTES = 0.5 + 4 / INT4_GROUP
+PDMESH_INT8 = Contestant("pdmesh int8", "pdmesh", "checkpoint", 1.0, bits=8)
+PDMESH_INT4 = Contestant("pdmesh int4", "pdmesh", "checkpoint", _INT4_BYTES, settings=_INT4, bits=4)
 _VLLM_VARIABLES = {
     "VLLM_CPU_KVCACHE_SPACE": "2",
     "VLLM_NO_USAGE_STATS": "1",
@@ -94,12 +97,34 @@ _VLLM_VARIABLES = {
     # This version cannot read the ahead-of-time artefacts that it writes, and would compile anew at every start.
     "VLLM_USE_AOT_COMPILE": "0",
 }
+_OPENVINO_INT8 = Contestant("OpenVINO GenAI int8", "openvino", "openvino-int8", 1.0, OPENVINO, bits=8)
+_VLLM_BF16 = Contestant("vLLM bf16", "vllm", "bfloat16", 2.0, VLLM, variables=_VLLM_VARIABLES)
+_LLAMA_Q8_0 = Contestant("llama.cpp Q8_0", "llama.cpp", "q8_0", 1.06, LLAMA_CPP, bits=8)
+_TRANSFORMERS_BF16 = Contestant("transformers bf16", "transformers", "bfloat16", 2.0, TRANSFORMERS)
+# On SmolLM2, whose file in Q4_1 is read as it is by our engine and by some of the others.
+OURS = (
+    PDMESH_INT8,
+    Contestant("pdmesh bf16", "pdmesh", "checkpoint", 2.0, settings={"dtype": "bfloat16"}),
+    replace(PDMESH_INT4, weights="published"),
+)
 PEERS = (
-    Contestant("OpenVINO GenAI Q4_1", "openvino", "q4_1", 0.73, OPENVINO),
-    Contestant("vLLM bf16", "vllm", "bfloat16", 2.0, VLLM, variables=_VLLM_VARIABLES),
-    Contestant("llama.cpp Q8_0", "llama.cpp", "q8_0", 1.06, LLAMA_CPP),
-    Contestant("llama.cpp Q4_1", "llama.cpp", "q4_1", 0.73, LLAMA_CPP),
-    Contestant("transformers bf16", "transformers", "bfloat16", 2.0, TRANSFORMERS),
+    Contestant("OpenVINO GenAI Q4_1", "openvino", "published", 0.73, OPENVINO, bits=4),
+    _OPENVINO_INT8,
+    _VLLM_BF16,
+    _LLAMA_Q8_0,
+    Contestant("llama.cpp Q4_1", "llama.cpp", "published", 0.73, LLAMA_CPP, bits=4),
+    _TRANSFORMERS_BF16,
+)
+# On models of 1 and 3 billion weights: 8 bits against 8 and more, 4 against 4. Where llama.cpp has kernels of its own for 4 bits,
+# they are those of Q4_0.
+OURS_LARGE = (PDMESH_INT8, PDMESH_INT4)
+PEERS_LARGE = (
+    _OPENVINO_INT8,
+    _LLAMA_Q8_0,
+    _VLLM_BF16,
+    _TRANSFORMERS_BF16,
+    Contestant("OpenVINO GenAI int4", "openvino", "openvino-int4", 0.52, OPENVINO, bits=4),
+    Contestant("llama.cpp Q4_0", "llama.cpp", "q4_0", 0.5625, LLAMA_CPP, bits=4),
 )
 
 
@@ -190,48 +215,3 @@ def last_line(log: Path) -> str:
     """The last words of a log, short enough for a table."""
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     return lines[-1][:300] if lines else "no output"
-
-
-# The model files that contestants read: all made from the one published GGUF, in the cache, once.
-#
-# $PDMESH_CACHE/peers/weights/NAME-bf16/      the converted folder rounded to bfloat16, for vLLM and transformers
-# $PDMESH_CACHE/peers/weights/NAME.Q8_0.gguf  for llama.cpp, by its own quantizer
-
-
-def ensure_weights(name: str, weights: Weights, say: Progress) -> Path:
-    """Folder or file of model `name` in the format that a contestant reads. PeerError says why it cannot be had."""
-    if weights == "float32":
-        return ensure_model(name, say)
-    if weights == "q4_1":
-        return ensure_gguf_of(name, say)
-    target = peers_folder() / "weights" / (f"{name}-bf16" if weights == "bfloat16" else f"{name}.Q8_0.gguf")
-    with exclusive(target, say):
-        if not target.exists():
-            say(f"making {target.name} in the cache, once")
-            (_round_to_bfloat16 if weights == "bfloat16" else _requantize)(name, target, say)
-    return target
-
-
-def _round_to_bfloat16(name: str, target: Path, say: Progress) -> None:
-    source = ensure_model(name, say)
-    with building(target) as folder:
-        shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors", "pdmesh.json"))
-        for file in source.glob("*.safetensors"):
-            tensors = {key: tensor.to(torch.bfloat16) for key, tensor in load_file(file).items()}
-            save_file(tensors, folder / file.name, metadata={"format": "pt"})
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**config, "torch_dtype": "bfloat16"}, indent=2))
-        publish(folder, target)
-
-
-def _requantize(name: str, target: Path, say: Progress) -> None:
-    """Runs llama.cpp's quantizer in its own environment."""
-    python = ensure_environment(LLAMA_CPP, say)
-    with building(target) as folder:
-        log, made = folder / "log", folder / target.name
-        command = [str(python), "-m", "benchmarks.peers.llama", str(ensure_gguf_of(name, say)), str(made)]
-        with log.open("wb") as output:
-            done = subprocess.run(command, stdout=output, stderr=output, env=child_environment(), timeout=600, check=False)
-        if done.returncode or not made.is_file():
-            raise PeerError(f"llama.cpp made no Q8_0 file: {last_line(log)}")
-        publish(made, target)

@@ -1,6 +1,6 @@
 """llama.cpp through its C interface: one `llama_batch` a step over all sequences, each with a KV stream of its own.
 
-`python -m benchmarks.peers.llama IN.gguf OUT.gguf`, under its own environment, makes all weights Q8_0.
+`python -m benchmarks.peers.llama IN.gguf OUT.gguf q8_0|q4_0`, under its own environment, quantizes all weights.
 """
 
 from __future__ import annotations
@@ -95,10 +95,11 @@ def load(options: Options) -> Loaded:
     return Loaded(Llama(options).generate, {"version": llama_cpp.__version__})
 
 
-def quantize(source: str, target: str) -> int:
+def quantize(source: str, target: str, kind: str) -> int:
     """Its status: 0 where all went well."""
     params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0
+    params.ftype = {"q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, "q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0}[kind]
+    params.pure = True  # else some matrices keep more bits, as suits real weights
     params.allow_requantize = True
     params.nthread = 2
     return int(llama_cpp.llama_model_quantize(source.encode(), target.encode(), ctypes.byref(params)))

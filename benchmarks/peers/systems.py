@@ -17,10 +17,10 @@ from benchmarks.peers.environments import (
     Environment,
     child_environment,
     ensure_environment,
-    ensure_weights,
     peers_folder,
 )
 from benchmarks.peers.servers import Server, serving
+from benchmarks.peers.weights import Subject, ensure_weights
 from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.launcher.plan import LocalMeshConfig
 from pdmesh.loadtest.targets.grpc import GrpcSettings, GrpcTarget
@@ -87,7 +87,7 @@ async def mesh(num_prefill: int, num_decode: int, num_both: int) -> AsyncIterato
 async def vllm(python: Path | None = None, max_context: int = MAX_CONTEXT, flags: Sequence[str] = ()) -> AsyncIterator[Target]:
     """vLLM's own server on all cores, with its defaults: chunked prefill, prefix caching. `python`: None, of an environment of
     its own."""
-    python, weights = python or ensure_environment(VLLM, say), ensure_weights(MODEL, "bfloat16", say)
+    python, weights = python or ensure_environment(VLLM, say), ensure_weights(Subject(MODEL), "bfloat16", say)
     (port,) = free_ports(1)
     argv = (
         *(str(python), "-m", "vllm.entrypoints.openai.api_server", *_model_flags(weights, max_context)),
@@ -102,7 +102,7 @@ async def vllm(python: Path | None = None, max_context: int = MAX_CONTEXT, flags
 @asynccontextmanager
 async def smg(max_context: int = MAX_CONTEXT) -> AsyncIterator[Target]:
     """SMG in front of two vLLM engines of a core each, KV from one to the other over NIXL."""
-    python, weights = ensure_environment(SMG_VLLM, say), ensure_weights(MODEL, "bfloat16", say)
+    python, weights = ensure_environment(SMG_VLLM, say), ensure_weights(Subject(MODEL), "bfloat16", say)
     prefill, decode, side_prefill, side_decode, port, metrics_port = free_ports(6)
     cores = sorted(os.sched_getaffinity(0))
     gateway = (

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 from gguf import MODEL_ARCH as A
-from safetensors.numpy import load_file
+from safetensors import safe_open
 
 F32, Q8_0 = gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.Q8_0
 Config = dict[str, Any]
@@ -44,13 +45,20 @@ def export(
     for key, value in (extra or {}).items():
         _put(writer, f"{gguf.MODEL_ARCH_NAMES[arch]}.{key}", value)
     table = gguf.get_tensor_name_map(arch, _first(config, "num_hidden_layers", "n_layer"))
-    tensors = load_file(folder / "model.safetensors")
-    stored = ((name, tensor) for own, values in tensors.items() for name, tensor in change(own, values, config))
-    for name, tensor in [*_stacked(stored, config), *_divisors(config)]:
+    stored = ((name, tensor) for own, values in _tensors(folder) for name, tensor in change(own, values, config))
+    for name, tensor in chain(_stacked(stored, config), _divisors(config)):
         _add(writer, _gguf_name(table, name), np.ascontiguousarray(tensor, dtype=np.float32), kind)
     for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
         step()
     return path
+
+
+def _tensors(folder: Path) -> Named:
+    """Yield the model's tensors in float32, one at a time: numpy knows no bfloat16."""
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  # it has no other way to tell its names
+                yield name, opened.get_tensor(name).float().numpy()
 
 
 def _add(writer: Any, name: str, values: np.ndarray, kind: Any) -> None:
