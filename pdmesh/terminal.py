@@ -65,15 +65,21 @@ def _cell(text: str) -> Text:
     return Text(text, no_wrap=True, overflow="ellipsis")
 
 
-def breakdown(parts: Mapping[str, int], total: int) -> Table:
-    """Return a line for each part: its duration (nanoseconds), its share of `total` and a bar."""
+def breakdown(parts: Mapping[str, int], total: int, limits: Mapping[str, int] | None = None) -> Table:
+    """Return a line for each part: its duration (nanoseconds), its share of `total`, its limit where it is among `limits`
+    (nanoseconds, and their share of the duration), and a bar."""
     made = Table.grid(padding=(0, 2, 0, 0))
-    for justify in ("left", "right", "right", "left"):
+    for justify in ("left", "right", "right", *(() if limits is None else ("left",)), "left"):
         made.add_column(justify=justify)
     for name, ns in parts.items():
         share = 100 * ns / total if total else 0.0
-        made.add_row(name, duration(ns), f"{share:.1f} %", Bar(total, 0, ns, width=_BAR_WIDTH))
+        limit = () if limits is None else (_limit(ns, limits.get(name)),)
+        made.add_row(name, duration(ns), f"{share:.1f} %", *limit, Bar(total, 0, ns, width=_BAR_WIDTH))
     return made
+
+
+def _limit(ns: int, limit: int | None) -> str:
+    return "" if limit is None or not ns else f"limit {duration(limit)}, {100 * limit / ns:.0f} %"
 
 
 def duration(ns: float) -> str:

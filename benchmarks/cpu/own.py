@@ -16,7 +16,7 @@ from benchmarks.peers.environments import PDMESH_INT8, Contestant
 from benchmarks.peers.shapes import LLAMA_3B
 from benchmarks.peers.weights import Subject, random
 from pdmesh.client.client import AsyncClient
-from pdmesh.doctor.step_profile import PYTHON, Case, StepProfiler
+from pdmesh.doctor.step_profile import Case, StepProfiler
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.kernels.cpu.library import read_bandwidth_gb_s
@@ -109,7 +109,7 @@ def python_share(options: Options) -> list[Figure]:
     case = Case(16, 160)
     profiler = StepProfiler(EngineConfig(model=str(options.model)), [case], int(options.pick(64, 8)), say)
     profiles = [profiler.run(case) for _ in range(int(options.pick(5, 1)))]
-    share = statistics.median(profile.parts[PYTHON] / profile.wall_ns for profile in profiles)
+    share = statistics.median(profile.python_share for profile in profiles)
     return [Figure("SmolLM2-135M: Python's share of the step, batch 16", share, "share", "lower", goal=PYTHON_GOAL)]
 
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import count, pairwise
 from typing import Protocol
 
 from torch import Tensor
 
+from pdmesh.doctor.step_limits import Machine, Work, limits_of
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.kernels.cpu.library import Profile
@@ -22,7 +23,9 @@ from pdmesh.engine.sampling.sampler import SampledToken, SampleRow
 from pdmesh.sampling_params import SamplingParams
 from pdmesh.text.block_hash import hash_block
 
-SAMPLING, PYTHON, REST = "sampling", "Python", "between stages"
+SAMPLING, REST = "sampling", "between stages"
+PYTHON = ("schedule", "batch", "postprocess")
+"""The parts outside the native calls: planning the step; its tensors and draws; what it means for the sequences."""
 _WARM_UP_STEPS = 3
 
 
@@ -46,14 +49,27 @@ class Case:
 
 @dataclass(frozen=True)
 class StepProfile:
-    """Hold a typical step. `parts`: nanoseconds, in the order of the computation; they add up to the wall time."""
+    """Hold a typical step. `parts`: nanoseconds, in the order of the computation; they add up to the wall time. `limits`: the
+    least that this machine takes for a part, where it has a limit. `plain_ns`: a step of the same case without a clock inside."""
 
     case: Case
     parts: dict[str, int]
+    limits: dict[str, int]
+    plain_ns: int
 
     @property
     def wall_ns(self) -> int:
         return sum(self.parts.values())
+
+    @property
+    def python_share(self) -> float:
+        """Return the share of the step outside the native calls."""
+        return sum(self.parts[name] for name in PYTHON) / self.wall_ns
+
+    @property
+    def accounted_share(self) -> float:
+        """Return how much of a step without a clock inside the named parts explain: all but what lies between the stages."""
+        return (self.wall_ns - self.parts[REST]) / self.plain_ns
 
     @property
     def tokens_per_s(self) -> float:
@@ -81,35 +97,53 @@ class StepProfiler:
         self._model.sampler = lambda: self._sampler  # type: ignore[method-assign, assignment, return-value]  # this one's only
         self._engine = Engine(config, hash_block=hash_block, loaded=loaded)
         self._numbers = count()
+        self._machine = Machine.measure(self._numbers_of_products(), self._model.num_threads)
         self.numeric_mode = loaded.numeric_mode
 
     def run(self, case: Case) -> StepProfile:
-        """Run the case's steps; return the mean of those whose wall time is in the middle half, so that the parts add up."""
-        self._model.profile = Profile()
-        samples = list(self._decode(case) if case.num_seqs else self._prefill(case))
-        self._model.profile = None
+        """Run the case's steps, each followed by one without a clock inside; return the mean of those whose wall time is in the
+        middle half, so that the parts add up."""
+        pairs = list(self._decode(case) if case.num_seqs else self._prefill(case))
+        samples, plain = [parts for parts, _ in pairs], sorted(ns for _, ns in pairs)
         samples.sort(key=lambda parts: sum(parts.values()))
         middle = samples[len(samples) // 4 : len(samples) - len(samples) // 4]
-        return StepProfile(case, {name: sum(parts[name] for parts in middle) // len(middle) for name in middle[0]})
+        parts = {name: sum(parts[name] for parts in middle) // len(middle) for name in middle[0]}
+        plain = plain[len(plain) // 4 : len(plain) - len(plain) // 4]
+        limits = limits_of(self._model, self._engine.kv.shape, self._work_of(case), self._machine)
+        return StepProfile(case, parts, limits, sum(plain) // len(plain))
 
-    def _decode(self, case: Case) -> Iterator[dict[str, int]]:
+    def _numbers_of_products(self) -> str:
+        """Return the numbers that are multiplied: int4 weights become int8."""
+        kind = self._model.weights.head.format
+        return {"int4": "int8", "wide bfloat16": "bfloat16"}.get(kind, kind)
+
+    def _work_of(self, case: Case) -> Work:
+        if not case.num_seqs:
+            return Work.prefill(case.context)
+        return Work.decode(case.num_seqs, case.context + _WARM_UP_STEPS + self._num_steps)
+
+    def _decode(self, case: Case) -> Iterator[tuple[dict[str, int], int]]:
         for _ in range(case.num_seqs):
-            self._add(case.context, _WARM_UP_STEPS + self._num_steps + 1)
+            # Those that are computed first decode while the others are computed.
+            self._add(case.context, _WARM_UP_STEPS + 2 * self._num_steps + case.num_seqs + 1)
         while self._engine.stats().num_waiting_tokens:
             self._engine.step()
         for _ in range(_WARM_UP_STEPS):
             self._engine.step()
         for _ in range(self._num_steps):
-            yield self._step()
+            yield self._step(), self._plain_step()
         self._finish()
 
-    def _prefill(self, case: Case) -> Iterator[dict[str, int]]:
+    def _prefill(self, case: Case) -> Iterator[tuple[dict[str, int], int]]:
         for number in range(1 + max(4, self._num_steps // 8)):
             self._add(case.context, 1)
             parts = self._step()
             self._finish()
+            self._add(case.context, 1)
+            plain_ns = self._plain_step()
+            self._finish()
             if number:  # the first warms up
-                yield parts
+                yield parts, plain_ns
 
     def _add(self, num_prompt_tokens: int, max_tokens: int) -> None:
         number = next(self._numbers)
@@ -121,14 +155,27 @@ class StepProfiler:
 
     def _step(self) -> dict[str, int]:
         self._sampler.ns = 0
+        profile = self._model.profile = Profile()
+        times = [time.perf_counter_ns()]
+        if (step := self._engine.schedule_step()) is None:
+            raise AssertionError("every case has work")
+        times.append(time.perf_counter_ns())
+        self._engine.run_step(step)
+        times.append(time.perf_counter_ns())
+        self._engine.postprocess_step(step)
+        times.append(time.perf_counter_ns())
+        schedule, compute, postprocess = (end - begin for begin, end in pairwise(times))
+        self._model.profile = None
+        stages = profile.nanoseconds()
+        total = stages.pop("total")
+        batch = compute - total - self._sampler.ns
+        python = dict(zip(PYTHON, (schedule, batch, postprocess), strict=True))
+        return {**stages, REST: total - sum(stages.values()), SAMPLING: self._sampler.ns, **python}
+
+    def _plain_step(self) -> int:
         started = time.perf_counter_ns()
         self._engine.step()
-        wall = time.perf_counter_ns() - started
-        assert self._model.profile is not None
-        stages = self._model.profile.nanoseconds()
-        total = stages.pop("total")
-        python = wall - total - self._sampler.ns
-        return {**stages, REST: total - sum(stages.values()), SAMPLING: self._sampler.ns, PYTHON: python}
+        return time.perf_counter_ns() - started
 
     def _finish(self) -> None:
         while self._engine.has_work:
@@ -160,7 +207,10 @@ class _TimedSampler:
 
 def _with_room(config: EngineConfig, cases: Sequence[Case], num_steps: int) -> EngineConfig:
     """Return a config with a pool for the largest case, and a budget in which a prompt is one step."""
-    tokens = [max(1, case.num_seqs) * (case.context + num_steps + _WARM_UP_STEPS + 2 * config.block_size) for case in cases]
+    tokens = [
+        max(1, case.num_seqs) * (case.context + 2 * num_steps + _WARM_UP_STEPS + case.num_seqs + 2 * config.block_size)
+        for case in cases
+    ]
     return replace(
         config,
         num_blocks=max(tokens) // config.block_size + 1,

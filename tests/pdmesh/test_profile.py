@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from pdmesh import cli
+from pdmesh.doctor.step_limits import Machine, Work
 from pdmesh.doctor.step_profile import PYTHON, REST, SAMPLING, Case, StepProfiler
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.kernels.cpu.library import Profile
 from tests.support.tiny_models import make_tiny_model
 
-STAGES = [*(stage for stage in Profile().nanoseconds() if stage != "total"), REST, SAMPLING, PYTHON]
+STAGES = [*(stage for stage in Profile().nanoseconds() if stage != "total"), REST, SAMPLING, *PYTHON]
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +31,11 @@ def test_every_part_of_every_case(tiny: Path) -> None:
             profile = profiler.run(case)
             assert list(profile.parts) == STAGES
             assert all(value >= 0 for value in profile.parts.values())
-            assert profile.parts["gate_up"] > 0 and profile.parts[PYTHON] > 0
+            assert profile.parts["gate_up"] > 0 and 0 < profile.python_share < 1
             assert profile.wall_ns == sum(profile.parts.values())
+            assert profile.plain_ns > 0 and profile.accounted_share > 0
+            assert set(profile.limits) == {"embed", "qkv", "output", "gate_up", "down", "attention", "head", "sampling"}
+            assert all(limit > 0 for limit in profile.limits.values())
     assert [case.name for case in cases] == ["decode, batch 1", "decode, batch 3", "prefill, 100 tokens"]
 
 
@@ -51,3 +55,10 @@ def test_what_cannot_be_profiled(tiny: Path, capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit):
         cli.run(["profile", str(tiny), "--batches", "0"])
     assert "--batches" in capsys.readouterr().err
+
+
+def test_a_limit_is_the_longer_of_bytes_and_operations() -> None:
+    machine = Machine(bytes_per_s=2e9, operations_per_s=1e9, attention_operations_per_s=1e9)
+    assert (machine.nanoseconds(200, 50), machine.nanoseconds(200, 300)) == (100, 300)
+    assert Work.prefill(4) == Work(num_tokens=4, num_rows=1, num_pairs=10, num_read=4)
+    assert Work.decode(3, 5) == Work(num_tokens=3, num_rows=3, num_pairs=15, num_read=15)

@@ -1,0 +1,104 @@
+"""Calculates what this machine allows at best for each part of a step: its bytes over the measured bandwidth, or its operations
+over the measured peak, whichever takes longer. Pure, but for the measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pdmesh.engine.kernels.cpu import library
+from pdmesh.engine.kernels.cpu.model import NativeModel, PackedExperts, PackedLinear, PackedMLP
+from pdmesh.engine.kv_cache.pool import KVShape
+
+_FLOAT32_BYTES = 4
+_PRODUCTS = ("qkv", "output", "gate_up", "down")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Hold what was measured, of all threads. Operations: a multiplication and an addition are two."""
+
+    bytes_per_s: float
+    operations_per_s: float
+    attention_operations_per_s: float
+
+    @staticmethod
+    def measure(numbers: str, num_threads: int) -> Machine:
+        """Measure it; `numbers` of the products with weights. Attention is multiplied in bfloat16, or in float32 beside it."""
+        attention = "float32" if numbers == "float32" else "bfloat16"
+        return Machine(
+            library.read_bandwidth_gb_s(num_threads) * 1e9,
+            library.product_peak_gop_s(numbers, num_threads) * 1e9,
+            library.product_peak_gop_s(attention, num_threads) * 1e9,
+        )
+
+    def nanoseconds(self, num_bytes: float, operations: float = 0.0) -> int:
+        """Return how long a product takes at least."""
+        return round(1e9 * max(num_bytes / self.bytes_per_s, operations / self.operations_per_s))
+
+
+@dataclass(frozen=True)
+class Work:
+    """Describe a step: `num_tokens` that are computed, `num_rows` of logits, `num_pairs` of a token and one that it attends to,
+    `num_read` tokens whose KV is read."""
+
+    num_tokens: int
+    num_rows: int
+    num_pairs: int
+    num_read: int
+
+    @staticmethod
+    def decode(num_seqs: int, context: int) -> Work:
+        """Return that of sequences that each decode behind `context` tokens."""
+        return Work(num_seqs, num_seqs, num_seqs * context, num_seqs * context)
+
+    @staticmethod
+    def prefill(num_tokens: int) -> Work:
+        """Return that of a whole prompt in one step."""
+        return Work(num_tokens, 1, num_tokens * (num_tokens + 1) // 2, num_tokens)
+
+
+def limits_of(model: NativeModel, kv: KVShape, work: Work, machine: Machine) -> dict[str, int]:
+    """Return the least nanoseconds of each part that has a limit. The others (norms, Python) read what caches hold.
+
+    A sliding window bounds attention further than is counted here; of experts those of one token count: all steps read them."""
+    config, weights = model.config, model.weights
+    products = {
+        name: machine.nanoseconds(sum(each.num_bytes for each in maps), sum(2.0 * _size(each) for each in maps) * work.num_tokens)
+        for name, maps in _maps(model).items()
+    }
+    kv_bytes = kv.bytes_per_block / kv.block_size
+    attention_s = max(
+        work.num_read * kv_bytes / machine.bytes_per_s,
+        work.num_pairs * config.attention_operations / machine.attention_operations_per_s,
+    )
+    head = weights.head
+    return {
+        "embed": machine.nanoseconds(work.num_tokens * config.hidden_size * weights.embedding.element_size()),
+        **products,
+        "attention": round(1e9 * attention_s),
+        "head": machine.nanoseconds(head.num_bytes, 2.0 * _size(head) * work.num_rows),
+        "sampling": machine.nanoseconds(_FLOAT32_BYTES * work.num_rows * config.vocab_size),
+    }
+
+
+def _size(linear: PackedLinear) -> int:
+    return linear.num_outputs * linear.num_inputs
+
+
+def _maps(model: NativeModel) -> Mapping[str, list[PackedLinear]]:
+    """The maps that one token is multiplied with, by the part of a step that does it."""
+    found: dict[str, list[PackedLinear]] = {name: [] for name in _PRODUCTS}
+    for layer in model.weights.layers:
+        found["qkv"].append(layer.qkv)
+        found["output"].append(layer.output)
+        for mlp in _taken(layer.mlp):
+            found["gate_up"].append(mlp.gate_up)
+            found["down"].append(mlp.down)
+    return found
+
+
+def _taken(mlp: PackedMLP | PackedExperts) -> list[PackedMLP]:
+    if isinstance(mlp, PackedMLP):
+        return [mlp]
+    return [*mlp.experts[: mlp.config.top_k], *([] if mlp.shared is None else [mlp.shared])]
