@@ -1,4 +1,4 @@
-"""`make bench-mesh`: one engine alone, then behind router, prefill and decode; in int8, which is the default, and in float32.
+"""One engine alone, then single requests behind router, prefill and decode; in int8, which is the default, and in float32.
 
 Engine figures use all cores; where mesh and engine are compared, every engine has one thread, as the workers of a
 two-core mesh have. Nobody guesses tokens ahead: `make bench-spec` measures that.
@@ -15,14 +15,13 @@ from itertools import product
 from pathlib import Path
 
 from benchmarks.engine_runs import DEFAULT, FLOAT32, GREEDY, Settings, flags_of, make_engine, prompt, timed
-from benchmarks.harness import PLAIN, Figure, event_loop_cpu_ns, interleave, parser_of, process_cpu_ns, say, write
+from benchmarks.harness import PLAIN, Figure, Options, event_loop_cpu_ns, interleave, process_cpu_ns, say
 from pdmesh.client.client import AsyncClient, Completed, Delta
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.kernels.cpu.library import product_peak_gop_s, read_bandwidth_gb_s
 from pdmesh.engine.request import EngineRequest
 from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.launcher.plan import LocalMeshConfig
-from pdmesh.models.registry import ensure_model
 
 BATCHES = (1, 4, 16, 32)
 PREFILLS = (128, 512, 2000)
@@ -59,8 +58,9 @@ def one_request(engine: Engine, ids: Sequence[int], num_tokens: int, tag: str) -
     return stamps[0] - started, (stamps[-1] - stamps[0]) / max(1, len(stamps) - 1)
 
 
-def engine_figures(folder: Path) -> list[Figure]:
+def engine_figures(options: Options) -> list[Figure]:
     """Decode and prefill speed of one engine on all cores, with the machine's limits."""
+    folder, rounds = options.model, int(options.pick(ROUNDS, 1))
     bandwidth = read_bandwidth_gb_s()
     peaks = {numbers: product_peak_gop_s(numbers) for numbers in NUMBERS}
     run = iter(range(10**6))
@@ -76,7 +76,7 @@ def engine_figures(folder: Path) -> list[Figure]:
             name = f"engine {numbers}: prefill, {length} tokens"
             cases[name] = partial(_prefill_case, engine, length, run)
             limits[name] = peaks[numbers] * 1e9 / (2 * LAYER_WEIGHTS)
-    medians = interleave(cases, ROUNDS)
+    medians = interleave(cases, rounds)
     return [
         Figure("read bandwidth", bandwidth, "GB/s", "higher"),
         *(Figure(f"{numbers} product peak", peak, "10^9 operations/s", "higher") for numbers, peak in peaks.items()),
@@ -117,13 +117,13 @@ async def through_mesh(client: AsyncClient, ids: Sequence[int], mode: str) -> tu
     return stamps[0] - started, (stamps[-1] - stamps[0]) / (len(stamps) - 1)
 
 
-async def latency_figures(folder: Path, meshes: Mapping[str, LocalMesh]) -> list[Figure]:
+async def latency_figures(folder: Path, meshes: Mapping[str, LocalMesh], rounds: int) -> list[Figure]:
     """TTFT and TPOT of single requests: engine in this process (one thread), mesh REMOTE, mesh LOCAL, in turn, in all numbers."""
     engines = {numbers: make_engine(folder, num_threads=1, prefix_caching=False, **NUMBERS[numbers]) for numbers in meshes}
     samples = Samples({}, {})
     async with AsyncExitStack() as stack:
         clients = {name: await stack.enter_async_context(AsyncClient(mesh.router_addresses)) for name, mesh in meshes.items()}
-        for number, numbers, where in product(range(ROUNDS + 1), meshes, ("engine", "mesh REMOTE", "mesh LOCAL")):
+        for number, numbers, where in product(range(rounds + 1), meshes, ("engine", "mesh REMOTE", "mesh LOCAL")):
             ids = prompt(number * 31 + len(where), PROMPT_TOKENS)
             if where == "engine":
                 ttft, tpot = one_request(engines[numbers], ids, OUTPUT_TOKENS, f"l{number}")
@@ -169,17 +169,11 @@ def mesh_in(numbers: str, folder: Path) -> LocalMesh:
     return LocalMesh(LocalMeshConfig(model=str(folder), port=0, worker_args=flags))
 
 
-async def main() -> None:
-    folder = ensure_model("smollm2-135m-instruct", say)
-    figures = engine_figures(folder)
+async def measure(options: Options) -> list[Figure]:
+    """TTFT and TPOT of single requests, and the CPU of streamed tokens."""
+    folder = options.model
     # Both at once, so that they can take turns: the one that is not asked sleeps.
     async with AsyncExitStack() as stack:
         meshes = {numbers: await stack.enter_async_context(mesh_in(numbers, folder)) for numbers in NUMBERS}
-        figures += await latency_figures(folder, meshes)
-        figures += await cpu_figures(meshes["int8"])
-    write("mesh", figures, model="SmolLM2-135M-Instruct; int8 weights (the default) and float32")
-
-
-if __name__ == "__main__":
-    parser_of("benchmarks.mesh", __doc__).parse_args()
-    asyncio.run(main())
+        figures = await latency_figures(folder, meshes, int(options.pick(ROUNDS, 1)))
+        return figures + await cpu_figures(meshes["int8"])
