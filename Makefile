@@ -145,11 +145,11 @@ chaos: $(READY) model kernels  ## some 6 100 faults at every state of the hand-o
 chaos-vllm: $(VLLM_READY) model kernels  ## 550 faults of the same kinds in meshes of vLLM workers (some 40 minutes; resumes)
 	$(BIN)/python -m tests.chaos --engine vllm $(ARGS)
 
-bench-mesh: $(READY) model kernels  ## engine and mesh, in int8 and float32, with the machine
-	$(BIN)/python -m benchmarks.mesh
+bench-mesh: $(READY) model kernels  ## engine and mesh, in int8 and float32, with the machine (ARGS="--only batches")
+	$(BIN)/python -m benchmarks.mesh $(ARGS)
 
 bench-cpu: $(READY) model kernels  ## the CPU kernels beside OpenVINO, vLLM, llama.cpp and transformers; accuracy, limits (slow)
-	$(BIN)/python -m benchmarks.cpu
+	$(BIN)/python -m benchmarks.cpu $(ARGS)
 
 bench-models: $(READY) model kernels  ## every family: the tokens of transformers on each backend and through a mesh; six families beside llama.cpp (half an hour)
 	$(BIN)/python -m benchmarks.models $(ARGS)

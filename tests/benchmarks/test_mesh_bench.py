@@ -18,10 +18,12 @@ def test_only_the_time_in_which_all_streams_decode_counts() -> None:
 def test_figures_of_a_batch() -> None:
     figures = {figure.name: figure for figure in batch_figures(16, 1, [0.01, 0.02], [0.0105, 0.021], [(1, 4, 2), (3, 6, 4)])}
     ratio = figures["TPOT, batch 16, 1 thread, int8: through the router over the engine's"]
-    assert (ratio.value, ratio.goal) == (pytest.approx(1.05), 1.05)
+    assert ratio.value == pytest.approx(1.05)
+    assert ratio.goal == 1.05
     assert figures["CPU of 1 000 tokens, batch 16, 1 thread, int8: worker process"].value == 5
 
 
 def test_figures_of_workers() -> None:
     *_, ratio = worker_figures([90.0, 100.0, 100.0], [100.0, 100.0, 200.0])
-    assert (ratio.value, ratio.goal, ratio.better) == (pytest.approx(0.9), 0.95, "higher")
+    assert ratio.value == pytest.approx(0.9)
+    assert (ratio.goal, ratio.better) == (0.95, "higher")
