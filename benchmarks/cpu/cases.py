@@ -29,7 +29,8 @@ _WARM_UP_TOKENS = 4
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured. After `limit_s` no further round begins."""
+    """How much is measured. After `limit_s` no further round begins, and a contestant that takes longer than `answer_s` for one
+    call is ended: so slow a one cannot be the fastest."""
 
     rounds: int = 5
     batches: tuple[int, ...] = (1, 4, 16, 32)
@@ -37,6 +38,7 @@ class Plan:
     new_tokens: int = 64
     prefills: tuple[int, ...] = (1000, 8000)
     limit_s: float = 480.0
+    answer_s: float = 120.0
 
     @property
     def max_context(self) -> int:
@@ -149,12 +151,12 @@ class Decode:
 
     def _seconds(self, child: Child, prompts: Prompts, plan: Plan, place: tuple[int, int, int]) -> float:
         dealt = prompts.deal(("decode", self.batch, *place), self.batch, plan.prompt_tokens)
-        return child.generate(dealt, place[-1]).seconds
+        return child.generate(dealt, place[-1], plan.answer_s).seconds
 
     def warm_up(self, child: Child, prompts: Prompts, plan: Plan) -> None:
         """Run the shape once: some libraries compile or lay out memory for it at first sight."""
         dealt = prompts.deal(("warm up", self.batch), self.batch, plan.prompt_tokens)
-        child.generate(dealt, min(plan.new_tokens, _WARM_UP_TOKENS))
+        child.generate(dealt, min(plan.new_tokens, _WARM_UP_TOKENS), plan.answer_s)
 
 
 @dataclass(frozen=True)
@@ -169,12 +171,13 @@ class Prefill:
 
     def measure(self, child: Child, prompts: Prompts, plan: Plan, number: int) -> float:
         """Return the speed in round `number`. Raises PeerError."""
-        return self.length / child.generate(prompts.deal(("prefill", self.length, number), 1, self.length), 1).seconds
+        dealt = prompts.deal(("prefill", self.length, number), 1, self.length)
+        return self.length / child.generate(dealt, 1, plan.answer_s).seconds
 
     def warm_up(self, child: Child, prompts: Prompts, plan: Plan) -> None:
         """Run a shorter one: what is laid out for the length in full takes little of so long a call."""
         length = max(1, self.length // 8)
-        child.generate(prompts.deal(("warm up", self.length), 1, length), 1)
+        child.generate(prompts.deal(("warm up", self.length), 1, length), 1, plan.answer_s)
 
 
 Case = Decode | Prefill
