@@ -9,7 +9,6 @@ import ctypes
 import os
 import platform
 import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -30,7 +29,7 @@ def _may_use_tiles() -> bool:
     """Return whether Linux lets this process use matrix tiles. It has to be asked, once, before a thread uses them; older systems
     and some sandboxes refuse."""
     try:
-        return ctypes.CDLL(None, use_errno=True).syscall(_ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA) == 0
+        return bool(ctypes.CDLL(None, use_errno=True).syscall(_ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA) == 0)
     except (OSError, AttributeError):
         return False
 
