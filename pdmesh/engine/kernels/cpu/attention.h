@@ -8,6 +8,7 @@
 // many queries were taken together or whether the cache was split at all.
 #pragma once
 
+#include <array>
 #include <cstring>
 #include <vector>
 
@@ -79,7 +80,8 @@ template <class Dot, bool kCapped, bool kAllSeen>
 [[gnu::always_inline]] inline void weigh_row(const Chunk& chunk, int groups, int visible, int hidden, float cap, float* scores, uint8_t* weights,
                                              float& largest, float& sum) {
     constexpr bool is_float = std::is_same_v<Dot, DotFloat32>, is_int8 = std::is_same_v<Dot, DotInt8AsBFloat16>;
-    F seen[kChunkGroups], most = f_set(kNothing), total = f_zero();
+    F most = f_set(kNothing), total = f_zero();
+    [[maybe_unused]] std::array<F, kAllSeen ? kChunkGroups : 0> seen;  // in registers; else they go back to `scores`
 #pragma GCC unroll 8
     for (int g = 0; g < (kAllSeen ? kChunkGroups : groups); g++) {
         F s = f_load(scores + g * kGroup);
@@ -89,14 +91,17 @@ template <class Dot, bool kCapped, bool kAllSeen>
             if (visible < (g + 1) * kGroup) s = f_first(s, std::max(0, visible - g * kGroup), kNothing);
             if (hidden > g * kGroup) s = f_from_lane(s, hidden - g * kGroup, kNothing);
         }
-        seen[g] = s;
+        if constexpr (kAllSeen) seen[g] = s;
+        else f_store(scores + g * kGroup, s);
         most = f_max(most, s);
     }
     const float peak = f_hmax(most);
     const F base = f_set(peak);
 #pragma GCC unroll 8
     for (int g = 0; g < (kAllSeen ? kChunkGroups : groups); g++) {
-        F p = !kAllSeen && peak == kNothing ? f_zero() : f_exp2(seen[g] - base);
+        F p;
+        if constexpr (kAllSeen) p = f_exp2(seen[g] - base);
+        else p = peak == kNothing ? f_zero() : f_exp2(f_load(scores + g * kGroup) - base);
         total = total + p;
         if constexpr (is_int8) p = p * f_load(chunk.value_scales[g]);
         if constexpr (is_float) f_store(reinterpret_cast<float*>(weights) + g * kGroup, p);

@@ -4,6 +4,11 @@
 //     exact NAME BITS            a hash of results that all tiers share
 //     bits NAME BITS             of results that depend on whether the tier fuses multiplications and additions
 //     bf16 NAME BITS             the same with products of bf16 pairs, for which some processors have instructions that round otherwise
+#if defined(PDMESH_ISA_AMX)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include <algorithm>
 #include <cinttypes>
 #include <cmath>
@@ -55,7 +60,7 @@ float rounded(float x) { return from_bf16(to_bf16(x)); }
 
 // ---- products --------------------------------------------------------------------------------------------------------------
 
-constexpr int kInputs = 128, kOutputs = 7 * kPanel, kRows = 41, kInt4Group = 64;
+constexpr int kInputs = 128, kOutputs = 7 * kPanel, kRows = 41;
 
 // Weights and rows of one format, and what each output is: an exact number, and the sum of the magnitudes of what it adds up.
 struct Product {
@@ -67,10 +72,11 @@ struct Product {
     Rows rows;
     std::vector<double> expected, size;
 
-    explicit Product(int32_t format, Random random)
-        : scales(kOutputs, 1.0f), row_scales(kRows * kInputs / kInt4Group, 1.0f), sums(row_scales.size()), outliers(kRows),
+    // `group`: inputs of an int4 group.
+    Product(int32_t format, int group, Random random)
+        : scales(kOutputs, 1.0f), row_scales(kRows * kInputs / group, 1.0f), sums(row_scales.size()), outliers(kRows),
           expected(kRows * kOutputs), size(expected.size()) {
-        linear = {format, kOutputs, kInputs, format == kInt4 ? kInt4Group : 0, weights.reserve(kOutputs * kInputs * 4), scales.data(), nullptr};
+        linear = {format, kOutputs, kInputs, format == kInt4 ? group : 0, weights.reserve(kOutputs * kInputs * 4), scales.data(), nullptr};
         const int units = format == kWideBFloat16 ? kInputs : row_units(linear);
         rows = {data.reserve(kRows * kInputs * 4), static_cast<size_t>(units) * 4, units, row_scales.data(), sums.data(), num_groups(linear), outliers.data()};
         if (format == kInt8) fill_int8(random);
@@ -132,10 +138,10 @@ struct Product {
     void fill_int4(Random& random) {
         static constexpr uint16_t kScales[] = {0x3c00, 0x4000, 0x3800}, kMinimums[] = {0xc800, 0xbc00, 0x4200};
         static constexpr double kScaleOf[] = {1, 2, 0.5}, kMinimumOf[] = {-8, -1, 3};
-        constexpr int groups = kInputs / kInt4Group, value_bytes = kInt4Group / 8 * kUnit, group_bytes = value_bytes + kUnit;
+        const int size = linear.group, groups = kInputs / size, value_bytes = size / 8 * kUnit, group_bytes = value_bytes + kUnit;
         auto* bytes = reinterpret_cast<int8_t*>(data.get());
         for (int r = 0; r < kRows; r++)
-            for (int k = 0; k < kInputs; k++) sums[r * groups + k / kInt4Group] += bytes[r * kInputs + k] = activation(random, r);
+            for (int k = 0; k < kInputs; k++) sums[r * groups + k / size] += bytes[r * kInputs + k] = activation(random, r);
         for (int panel = 0; panel < kOutputs / kPanel; panel++)
             for (int g = 0; g < groups; g++) {
                 uint8_t* group = weights.get() + (panel * groups + g) * group_bytes;
@@ -145,9 +151,9 @@ struct Product {
                     const int s = random.integer(0, 2), m = random.integer(0, 2), n = panel * kPanel + i;
                     halves[i] = kScales[s];
                     halves[kPanel + i] = kMinimums[m];
-                    for (int k = 0; k < kInt4Group; k++) {
+                    for (int k = 0; k < size; k++) {
                         const int nibble = group[k / 8 * kUnit + i * 4 + k % 4] >> (k % 8 / 4 * 4) & 15;
-                        for (int r = 0; r < kRows; r++) add(r, n, nibble * kScaleOf[s] + kMinimumOf[m], bytes[r * kInputs + g * kInt4Group + k]);
+                        for (int r = 0; r < kRows; r++) add(r, n, nibble * kScaleOf[s] + kMinimumOf[m], bytes[r * kInputs + g * size + k]);
                     }
                 }
             }
@@ -165,8 +171,9 @@ struct Product {
     }
 };
 
-void check_products(const std::string& name, int32_t format, const char* kind, double bound) {
-    const Product product(format, Random{static_cast<uint64_t>(format) + 1});
+void check_products(const std::string& name, int32_t format, const char* kind, double bound, int group = kInputs) {
+    [[maybe_unused]] const TileSession tiles;
+    const Product product(format, group, Random{static_cast<uint64_t>(format) + 1});
     std::vector<float> all(kRows * kOutputs);
     product.compute(0, kRows, all);
     double error = 0;
@@ -312,7 +319,10 @@ struct Attention {
                         }
             }
         }
-        team.run([&](int rank) { stage.attend(rank, 0, layer); });
+        team.run([&](int rank) {
+            [[maybe_unused]] const TileSession tiles;
+            stage.attend(rank, 0, layer);
+        });
         return {stage.attended(), stage.attended() + static_cast<size_t>(step.num_tokens) * stage.attended_stride()};
     }
 
@@ -401,11 +411,15 @@ void check_sampling() {
 }  // namespace
 
 int main() {
+#if defined(PDMESH_ISA_AMX)
+    if (syscall(SYS_arch_prctl, 0x1023, 18) != 0) return 1;  // as isa.py asks for the tiles
+#endif
     check_products("float32", kFloat32, "bits", 3e-7);
     check_products("bfloat16", kBFloat16, "bf16", 3e-7);
     check_products("wide_bfloat16", kWideBFloat16, "bits", 3e-7);
     check_products("int8", kInt8, "exact", 0);
-    check_products("int4", kInt4, "exact", 0);
+    check_products("int4", kInt4, "exact", 0, 64);
+    check_products("int4_of_32", kInt4, "exact", 0, 32);
     check_rows();
     check_attention("float32", kFloat32, "bits", 1e-5);
     check_attention("bfloat16", kBFloat16, "bf16", 0.01);  // probabilities are bfloat16

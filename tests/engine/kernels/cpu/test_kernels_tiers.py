@@ -16,8 +16,9 @@ from pdmesh.engine.kernels.cpu import build, isa
 from tests.engine.kernels.cpu.emulated import Target, target_of
 
 pytestmark = pytest.mark.timeout(400)  # the first test compiles for all tiers
-TIERS = ("avx2", "neon_dotprod", "neon_bf16")  # all of them fuse multiplications and additions: they share every bit
-OWN_BF16 = ("neon_bf16",)  # but these, whose instruction for pairs of bf16 rounds by itself
+TIERS = ("avx2", "avx_vnni", "neon_dotprod", "neon_bf16", "amx")
+# All of them fuse multiplications and additions: they share every bit, but for what instructions of their own round.
+OWN_KINDS = {"neon_bf16": {"bf16"}, "amx": {"bits", "bf16"}}
 SOURCES = (Path(__file__).with_name("kernels_check.cpp"), build.SOURCES / "sampling.cpp")
 
 
@@ -73,6 +74,6 @@ def test_tiers_share_their_bits(reports: dict[str, Report | str]) -> None:
         pytest.skip("; ".join(report for report in reports.values() if isinstance(report, str)))
     first = next(iter(found))
     for other in found:
-        own = {"bf16"} if {first, other} & set(OWN_BF16) else set()
+        own = OWN_KINDS.get(first, set()) | OWN_KINDS.get(other, set())
         differ = [name for name, (kind, value) in found[first].items() if found[other][name] != (kind, value) and kind not in own]
         assert not differ, f"{first} and {other} differ in {differ}"
