@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <climits>
+#include <tuple>
 #include <vector>
 
 #include "abi.h"
@@ -61,7 +62,8 @@ class AttentionPlan {
         for (const Family& family : families_)
             if (family.queries <= kSplitQueries) most_queries = std::max(most_queries, family.queries);
         partial_rows = round_up(most_queries * groups_, 16);
-        const bool may_split = team_size_ > 1 && tiles < 8 * team_size_;
+        // The heads of a block lie side by side in memory: split, they are read one after the other, as memory sends them fastest.
+        const bool may_split = num_heads_ > 1 || (team_size_ > 1 && tiles < 8 * team_size_);
         for (const Family& family : families_)
             for (int head = 0; head < num_heads_; head++) {
                 const int shared_partial = num_partials;
@@ -69,8 +71,10 @@ class AttentionPlan {
                 for (int m = 0, row = 0; m < family.members; row += queries_of(family.first + m++) * groups_)
                     plan_sequence(step, family.first + m, head, may_split, {{}, family.shared, shared_partial, row}, num_partials);
             }
-        // Large ones first, so that no rank is left with one at the end.
-        std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) { return a.cost() > b.cost(); });
+        // Large ones first, so that no rank is left with one at the end; all heads of a chunk together.
+        std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) {
+            return std::tuple(-a.cost(), a.seq, a.chunk_begin, a.head) < std::tuple(-b.cost(), b.seq, b.chunk_begin, b.head);
+        });
         // The heads of a sequence lie side by side: one rank takes them all where that leaves enough for the others.
         bundle = static_cast<int>(items.size()) >= 8 * team_size_ * num_heads_ ? num_heads_ : 1;
         this->num_partials = num_partials;
