@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdmesh.platform import linux
+from pdmesh.platform import linux, processor
 
 VARIABLE = "PDMESH_WITHOUT"
 ALL = "all"
@@ -179,8 +179,12 @@ def _try_user_timeout() -> None:
 
 
 def _try_cpu_tiers() -> None:
-    if platform.machine() != "x86_64" or "avx2" not in _content("/proc/cpuinfo"):
-        raise OSError(errno.ENOTSUP, f"the kernels have no tier of instructions for this processor ({platform.machine()})")
+    machine = platform.machine()
+    least = processor.LEAST.get(machine)
+    # /proc/cpuinfo, where it is, has the last word, as it has for the kernels.
+    cpuinfo = _content("/proc/cpuinfo")
+    if least is None or not least <= (processor.listed(cpuinfo) if cpuinfo else processor.asked()):
+        raise OSError(errno.ENOTSUP, f"the kernels have no tier of instructions for this processor ({machine})")
 
 
 def _content(path: str) -> str:
@@ -264,7 +268,7 @@ USER_TIMEOUT = Capability(
 CPU_TIERS = Capability(
     "cpu_tiers",
     "CPU kernels for this processor's instructions",
-    "the CPU kernels run in portable code, several times slower than with AVX2",
+    "the CPU kernels run in portable code, several times slower than with AVX2 or ARM's dot product",
     _try_cpu_tiers,
 )
 

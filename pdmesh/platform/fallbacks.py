@@ -7,9 +7,10 @@ import socket
 import tempfile
 from pathlib import Path
 
-from pdmesh.platform import linux
+from pdmesh.platform import linux, processor
 from pdmesh.platform.capabilities import AFFINITY, CGROUPS, PROC
 
+CPUINFO = Path("/proc/cpuinfo")
 _FOLDERS = ((Path("/proc"), PROC), (Path("/sys/fs/cgroup"), CGROUPS))
 
 
@@ -22,6 +23,11 @@ def text(path: Path) -> str | None:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
+
+
+def processor_features(cpuinfo: Path = CPUINFO) -> frozenset[str]:
+    """Return the names of the instructions that this processor has, as Linux names them; none where the system does not say."""
+    return processor.listed(text(cpuinfo) or "") if cpuinfo.exists() else processor.asked()
 
 
 def usable_cores() -> list[int]:

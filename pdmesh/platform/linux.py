@@ -18,6 +18,8 @@ from pdmesh.platform import parent_death_program
 _MADV_POPULATE_WRITE = 23  # linux/mman.h: touches pages and changes nothing in them
 _F_SEAL_FUTURE_WRITE = 0x0010  # linux/fcntl.h; Python's fcntl module names it only from 3.13 on
 _PR_GET_PDEATHSIG = 2  # linux/prctl.h
+_REQUEST_STATE, _TILE_DATA = 0x1023, 18  # ARCH_REQ_XCOMP_PERM of asm/prctl.h, and the number of the tiles' state
+_ARCH_PRCTL = 158  # the number of the system call on x86-64
 _UCRED = struct.Struct("iII")  # pid, uid, gid
 
 CLOSE_RECEIVED_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
@@ -91,6 +93,15 @@ def use_huge_pages(memory: mmap.mmap) -> None:
     if sys.platform != "linux":
         raise _absent("MADV_HUGEPAGE")
     memory.madvise(mmap.MADV_HUGEPAGE)
+
+
+def request_matrix_tiles() -> None:
+    """Have the kernel let this process use the matrix tiles of x86-64 (AMX), which it does not until it is asked. It refuses
+    before Linux 5.16, for a processor without them, and in some sandboxes."""
+    if sys.platform != "linux" or os.uname().machine != "x86_64":
+        raise _absent("ARCH_REQ_XCOMP_PERM")
+    if ctypes.CDLL(None, use_errno=True).syscall(_ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA) != 0:
+        raise _failed("arch_prctl(ARCH_REQ_XCOMP_PERM)")
 
 
 def allowed_cores() -> set[int]:

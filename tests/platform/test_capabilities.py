@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pdmesh import cli
-from pdmesh.platform import capabilities, fallbacks, linux
+from pdmesh.platform import capabilities, fallbacks, linux, processor
 from pdmesh.platform.capabilities import CAPABILITIES, Capability
 from tests.structure.measure import ROOT
 
@@ -21,7 +21,7 @@ PACKAGES = ("pdmesh", "pdmesh_vllm", "router", "prefill_service", "decode_servic
 OWNERS = {"pdmesh/platform"}
 LINUX_NAMES = re.compile(
     r"memfd_create|MFD_\w+|F_(ADD|GET)_SEALS|F_SEAL_\w+|SO_PEERCRED|SCM_CREDENTIALS|MSG_CMSG_CLOEXEC|TCP_USER_TIMEOUT|TCP_INFO"
-    r"|sched_[gs]etaffinity|prctl|madvise|MADV_\w+|eventfd\w*|epoll\w*|pidfd_\w+|posix_fadvise|posix_fallocate|O_TMPFILE|O_DIRECT"
+    r"|sched_[gs]etaffinity|prctl|syscall|madvise|MADV_\w+|eventfd\w*|epoll\w*|pidfd_\w+|posix_fadvise|posix_fallocate|O_TMPFILE|O_DIRECT"
     r"|unshare|setns|splice|inotify\w*|signalfd\w*"
 )
 ASKED_BY_NAME = {
@@ -89,6 +89,27 @@ def _reason(capability: Capability) -> str:
     except (OSError, AttributeError) as error:
         return str(error)
     return ""
+
+
+@pytest.mark.parametrize(
+    ("machine", "cpuinfo", "sysctl", "is_there"),
+    [
+        ("x86_64", "flags : fma avx2 f16c\n", "", True),
+        ("x86_64", "flags : fma sse2\n", "", False),
+        ("aarch64", "Features : fp asimd asimddp\n", "", True),
+        ("aarch64", "Features : fp asimd\n", "", False),
+        ("arm64", "", "hw.optional.arm.FEAT_DotProd: 1\n", True),
+        ("arm64", "", "hw.optional.arm.FEAT_DotProd: 0\n", False),
+        ("arm64", "", "", False),
+        ("riscv64", "flags : avx2 fma f16c asimddp\n", "", False),
+    ],
+)
+def test_tiers_of_processors(machine: str, cpuinfo: str, sysctl: str, is_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    monkeypatch.setattr(capabilities, "_content", lambda _path: cpuinfo)
+    monkeypatch.setattr(processor, "sysctl", lambda *_names: sysctl)
+    reason = _reason(capabilities.CPU_TIERS)
+    assert reason == "" if is_there else f"no tier of instructions for this processor ({machine})" in reason
 
 
 def test_fallbacks_of_questions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

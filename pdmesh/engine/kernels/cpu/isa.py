@@ -5,33 +5,25 @@ A library is compiled for one tier as a whole, and one is loaded. PDMESH_CPU_ISA
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
-import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
-from pdmesh.platform import fallbacks
+from pdmesh.platform import fallbacks, linux
 from pdmesh.platform.capabilities import CPU_TIERS
 
 VARIABLE = "PDMESH_CPU_ISA"
-_CPUINFO = Path("/proc/cpuinfo")
 
 
-_ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA = 158, 0x1023, 18  # x86-64: the system call, its code, the number of the tiles' state
-
-
-@cache
 def _may_use_tiles() -> bool:
-    """Return whether Linux lets this process use matrix tiles. It has to be asked, once, before a thread uses them; older systems
-    and some sandboxes refuse."""
+    """Return whether the system lets this process use matrix tiles. It has to be asked before a thread uses them."""
     try:
-        return bool(ctypes.CDLL(None, use_errno=True).syscall(_ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA) == 0)
-    except (OSError, AttributeError):
+        linux.request_matrix_tiles()
+    except OSError:
         return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -77,15 +69,6 @@ _X86_64 = (_AMX, _AVX512_BF16, _AVX512_VNNI, _AVX_VNNI, _AVX2)
 _ARM64 = (_NEON_BF16, _NEON_DOTPROD)
 TIERS = (*_X86_64, *_ARM64, _PORTABLE)  # best first
 _OF_MACHINES = {"x86_64": _X86_64, "aarch64": _ARM64, "arm64": _ARM64}  # arm64: macOS
-# What macOS calls the instructions.
-_SYSCTL_NAMES = {
-    "hw.optional.arm.FEAT_DotProd": "asimddp",
-    "hw.optional.arm.FEAT_I8MM": "i8mm",
-    "hw.optional.arm.FEAT_BF16": "bf16",
-    "hw.optional.avx2_0": "avx2",
-    "hw.optional.fma": "fma",
-    "hw.optional.f16c": "f16c",
-}
 
 
 def by_name(name: str) -> Tier:
@@ -101,13 +84,23 @@ def compilable(machine: str | None = None) -> tuple[Tier, ...]:
     return (*_OF_MACHINES.get(machine or platform.machine(), ()), _PORTABLE)
 
 
-def supported(cpuinfo: Path = _CPUINFO, machine: str | None = None) -> tuple[Tier, ...]:
-    """Return the tiers that this processor has, best first. "portable" is always among them, and alone where nothing else is
-    known: other architectures than x86-64 and ARM64, and systems without /proc/cpuinfo but macOS."""
+def supported(cpuinfo: Path = fallbacks.CPUINFO, machine: str | None = None) -> tuple[Tier, ...]:
+    """Return the tiers that this processor has and the system lets this process use, best first. "portable" is always among
+    them, and alone where nothing else is known: other architectures than x86-64 and ARM64, and systems without /proc/cpuinfo but
+    macOS."""
+    return tuple(tier for tier in _of_processor(cpuinfo, machine) if tier.may_run())
+
+
+def refused(cpuinfo: Path = fallbacks.CPUINFO, machine: str | None = None) -> tuple[Tier, ...]:
+    """Return the tiers that this processor has, but that the system does not let this process use, best first."""
+    return tuple(tier for tier in _of_processor(cpuinfo, machine) if not tier.may_run())
+
+
+def _of_processor(cpuinfo: Path, machine: str | None) -> tuple[Tier, ...]:
     if CPU_TIERS.is_taken:
         return (_PORTABLE,)
-    present = _processor_flags(cpuinfo) if cpuinfo.exists() else _from_sysctl(_sysctl(*_SYSCTL_NAMES))
-    return tuple(tier for tier in compilable(machine) if tier.needs <= present and tier.may_run())
+    present = fallbacks.processor_features(cpuinfo)
+    return tuple(tier for tier in compilable(machine) if tier.needs <= present)
 
 
 def detect(environment: Mapping[str, str] | None = None, tiers: tuple[Tier, ...] | None = None) -> Tier:
@@ -124,31 +117,9 @@ def detect(environment: Mapping[str, str] | None = None, tiers: tuple[Tier, ...]
     except ValueError as error:
         raise ValueError(f"{VARIABLE}: {error}") from None
     if tier not in tiers:
-        raise ValueError(f"{VARIABLE}: this processor does not have {forced}; choose one of {_names(tiers)}, or unset it")
+        reason = "the system does not let this process use" if tier in refused() else "this processor does not have"
+        raise ValueError(f"{VARIABLE}: {reason} {forced}; choose one of {_names(tiers)}, or unset it")
     return tier
-
-
-def _processor_flags(cpuinfo: Path) -> frozenset[str]:
-    """Return the flags of the first processor: all processors of one machine have the same."""
-    for line in (fallbacks.text(cpuinfo) or "").splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() in ("flags", "Features"):
-            return frozenset(value.split())
-    return frozenset()
-
-
-def _sysctl(*names: str) -> str:
-    """Return the lines "name: value" of those names that this macOS knows."""
-    try:
-        return subprocess.run(["/usr/sbin/sysctl", *names], capture_output=True, text=True, timeout=10, check=False).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-
-
-def _from_sysctl(output: str) -> frozenset[str]:
-    """Return the flags, as Linux names them, that lines of sysctl say are there."""
-    lines = (line.partition(":") for line in output.splitlines())
-    return frozenset(_SYSCTL_NAMES[name] for name, _, value in lines if name in _SYSCTL_NAMES and value.strip() == "1")
 
 
 def _names(tiers: tuple[Tier, ...]) -> str:

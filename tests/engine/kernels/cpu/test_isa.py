@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pdmesh.engine.kernels.cpu import isa
-from pdmesh.platform import capabilities
+from pdmesh.platform import capabilities, linux, processor
 
 PORTABLE = isa.by_name("portable")
 X86_64 = ["amx", "avx512_bf16", "avx512_vnni", "avx_vnni", "avx2", "portable"]
@@ -41,10 +41,54 @@ def test_the_best_tier_of_the_processor_is_taken(machine: str, names: list[str],
     assert set(isa.compilable(machine)) <= set(isa.TIERS)
 
 
+@pytest.fixture
+def amx_cpuinfo(tmp_path: Path) -> Path:
+    """What Linux says of a processor with matrix tiles."""
+    path = tmp_path / "amx"
+    path.write_text(PROCESSORS["x86_64"].format(" ".join(isa.by_name("amx").needs)), encoding="ascii")
+    return path
+
+
+def test_tiles_are_not_used_without_permission(monkeypatch: pytest.MonkeyPatch, amx_cpuinfo: Path) -> None:
+    def refuses() -> None:
+        raise PermissionError("arch_prctl: not here")
+
+    for request, best in ((refuses, "avx512_bf16"), (lambda: None, "amx")):
+        monkeypatch.setattr(linux, "request_matrix_tiles", request)
+        tiers = isa.supported(amx_cpuinfo, "x86_64")
+        assert isa.detect({}, tiers).name == best
+        assert [tier.name for tier in isa.refused(amx_cpuinfo, "x86_64")] == (["amx"] if request is refuses else [])
+
+
+def test_a_forced_tier_that_is_not_permitted_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    amx = isa.by_name("amx")
+    monkeypatch.setattr(isa, "refused", lambda: (amx,))
+    with pytest.raises(ValueError, match=r"PDMESH_CPU_ISA: the system does not let this process use amx; choose one of portable"):
+        isa.detect({"PDMESH_CPU_ISA": "amx"}, (PORTABLE,))
+
+
+def test_taken_tiers_are_not_refused_and_nothing_is_requested(monkeypatch: pytest.MonkeyPatch, amx_cpuinfo: Path) -> None:
+    monkeypatch.setenv(capabilities.VARIABLE, "cpu_tiers")
+    monkeypatch.setattr(linux, "request_matrix_tiles", lambda: pytest.fail("the system was asked for tiles"))
+    assert isa.supported(amx_cpuinfo, "x86_64") == (PORTABLE,)
+    assert isa.refused(amx_cpuinfo, "x86_64") == ()
+
+
+def test_other_systems_and_processors_have_no_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "darwin")
+    with pytest.raises(OSError, match="ARCH_REQ_XCOMP_PERM"):
+        linux.request_matrix_tiles()
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64", "arm64"])
+def test_the_capability_needs_what_the_least_tier_needs(machine: str) -> None:
+    assert processor.LEAST[machine] == isa.compilable(machine)[-2].needs
+
+
 def test_macos_is_asked_for_the_instructions_of_its_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     m1 = "hw.optional.arm.FEAT_DotProd: 1\nhw.optional.arm.FEAT_I8MM: 0\nhw.optional.arm.FEAT_BF16: 0\n"
     for output, name in ((m1, "neon_dotprod"), (m1.replace(": 0", ": 1"), "neon_bf16"), ("", "portable")):
-        monkeypatch.setattr(isa, "_sysctl", lambda *names, output=output: output)
+        monkeypatch.setattr(processor, "sysctl", lambda *names, output=output: output)
         assert isa.supported(tmp_path / "nothing", "arm64")[0].name == name
 
 
