@@ -15,7 +15,9 @@ from collections.abc import Collection
 
 from pdmesh.platform import parent_death_program
 
-_MADV_POPULATE_WRITE = 23  # linux/mman.h: touches pages and changes nothing in them
+# linux/mman.h, which Python does not name: the first two touch pages and change nothing in them.
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 22, 23, 25
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _F_SEAL_FUTURE_WRITE = 0x0010  # linux/fcntl.h; Python's fcntl module names it only from 3.13 on
 _PR_GET_PDEATHSIG = 2  # linux/prctl.h
 _REQUEST_STATE, _TILE_DATA = 0x1023, 18  # ARCH_REQ_XCOMP_PERM of asm/prctl.h, and the number of the tiles' state
@@ -24,6 +26,10 @@ _UCRED = struct.Struct("iII")  # pid, uid, gid
 
 CLOSE_RECEIVED_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 """A flag of `socket.recv_fds`; 0 where it does not exist: `os.set_inheritable` then does the same a moment later."""
+
+
+RESERVE_NOTHING = _MAP_NORESERVE if sys.platform == "linux" else 0
+"""A flag of `mmap.mmap`: addresses are reserved, and no memory counts as promised."""
 
 
 def memfd(name: str, num_bytes: int) -> int:
@@ -82,10 +88,14 @@ def touch_pages(start: int, end: int) -> None:
     """Allocate the pages of the addresses [start, end) now. `start` is at the beginning of a page."""
     if sys.platform != "linux":
         raise _absent("MADV_POPULATE_WRITE")
-    # ctypes releases the GIL for the call.
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_POPULATE_WRITE) != 0:
-        raise _failed("madvise(MADV_POPULATE_WRITE)")
+    _advise(start, end - start, _MADV_POPULATE_WRITE, "MADV_POPULATE_WRITE")
+
+
+def read_pages(start: int, num_bytes: int) -> None:
+    """Read the pages of a mapped file into memory now. `start` is at the beginning of a page."""
+    if sys.platform != "linux":
+        raise _absent("MADV_POPULATE_READ")
+    _advise(start, num_bytes, _MADV_POPULATE_READ, "MADV_POPULATE_READ")
 
 
 def use_huge_pages(memory: mmap.mmap) -> None:
@@ -93,6 +103,31 @@ def use_huge_pages(memory: mmap.mmap) -> None:
     if sys.platform != "linux":
         raise _absent("MADV_HUGEPAGE")
     memory.madvise(mmap.MADV_HUGEPAGE)
+
+
+def use_huge_file_pages(start: int, num_bytes: int) -> None:
+    """Allow the kernel to read a mapped file into huge pages. `start` is at the beginning of a page."""
+    if sys.platform != "linux":
+        raise _absent("MADV_HUGEPAGE")
+    _advise(start, num_bytes, mmap.MADV_HUGEPAGE, "MADV_HUGEPAGE")
+
+
+def collapse_pages(start: int, num_bytes: int) -> None:
+    """Move the pages of these addresses into huge pages now. `start` is at the beginning of a huge page."""
+    if sys.platform != "linux":
+        raise _absent("MADV_COLLAPSE")
+    _advise(start, num_bytes, _MADV_COLLAPSE, "MADV_COLLAPSE")
+
+
+def map_file_at(address: int, num_bytes: int, fd: int) -> None:
+    """Map the beginning of a file read-only at `address`, in place of what is mapped there: memory of the caller's own."""
+    if sys.platform != "linux":
+        raise _absent("MAP_FIXED")
+    call = ctypes.CDLL(None, use_errno=True).mmap
+    call.restype = ctypes.c_void_p
+    call.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
+    if call(address, num_bytes, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) != address:
+        raise _failed("mmap(MAP_FIXED)")
 
 
 def request_matrix_tiles() -> None:
@@ -123,6 +158,13 @@ def set_user_timeout(sock: socket.socket, timeout_s: float) -> None:
     if sys.platform != "linux":
         raise _absent("TCP_USER_TIMEOUT")
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(timeout_s * 1000))
+
+
+def _advise(start: int, num_bytes: int, advice: int, name: str) -> None:
+    # ctypes releases the GIL for the call.
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(num_bytes), advice) != 0:
+        raise _failed(f"madvise({name})")
 
 
 def _absent(call: str) -> OSError:

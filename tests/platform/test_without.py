@@ -27,7 +27,7 @@ PARTS = {
         "tests/runtime/test_process.py",
         "tests/engine/parallel/test_faults.py::test_ranks_end_with_a_killed_engine",
     ),
-    "huge_pages": ("tests/engine/test_kv_cache.py", "tests/engine/test_kv_pages.py"),
+    "huge_pages": ("tests/engine/test_kv_cache.py", "tests/engine/test_kv_pages.py", "tests/engine/test_weights_packed.py"),
     "touched_pages": ("tests/engine/test_kv_cache.py", "tests/engine/test_kv_pages.py"),
     "affinity": ("tests/worker/test_cpus.py", "tests/engine/kernels/cpu/test_threads.py"),
     "thread_priority": ("tests/kvtransfer/tiers/test_host.py",),

@@ -15,15 +15,12 @@ knows that the file has not changed since it was (`is_known`).
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import errno
 import hashlib
 import json
 import math
 import mmap
 import os
 import struct
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -44,14 +41,15 @@ from pdmesh.engine.kernels.cpu.model import (
     PackedWeights,
 )
 from pdmesh.engine.models.config import ExpertsConfig, LatentConfig, ModelConfig
+from pdmesh.platform import huge_pages
+from pdmesh.platform.capabilities import HUGE_PAGES
 
 Progress = Callable[[float, str], None]
 
 _MAGIC = b"PDMPACK\x01"
 _PREFIX = struct.Struct("<8sQ32s32s")
 _ALIGNMENT = 64  # bytes: a cache line, and the widest vector
-_LARGE_PAGE = 2 * 2**20
-_CHUNK = 8 * _LARGE_PAGE
+_CHUNK = 8 * huge_pages.HUGE_PAGE
 _MAX_HEADER = 256 * 2**20
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "uint8": torch.uint8}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -168,7 +166,7 @@ def _header_of(weights: PackedWeights, key: str) -> tuple[bytes, list[tuple[Tens
     header = json.dumps(content, separators=(",", ":")).encode()
     first = _rounded(_PREFIX.size + len(header), _ALIGNMENT)
     placed = [(tensor, first + start) for tensor, start in zip(tree.tensors, starts, strict=True)]
-    return header, placed, _rounded(first + end, _LARGE_PAGE)
+    return header, placed, _rounded(first + end, huge_pages.HUGE_PAGE)
 
 
 def num_bytes(weights: PackedWeights) -> int:
@@ -255,8 +253,8 @@ def _checked_header(file: BinaryIO, path: Path, size: int, key: str) -> _Header:
         raise UnusableFile(f"{path} holds the weights of another model, format or version")
     start = _rounded(_PREFIX.size + length, _ALIGNMENT)
     end = max((start + offset + _length(name, shape) for name, shape, offset in described["tensors"]), default=start)
-    if size != _rounded(end, _LARGE_PAGE):
-        raise UnusableFile(f"{path} is cut off: {size} bytes in place of {_rounded(end, _LARGE_PAGE)}")
+    if size != _rounded(end, huge_pages.HUGE_PAGE):
+        raise UnusableFile(f"{path} is cut off: {size} bytes in place of {_rounded(end, huge_pages.HUGE_PAGE)}")
     return _Header(described["tree"], described["tensors"], _PREFIX.size + length, content)
 
 
@@ -284,19 +282,11 @@ def _hash_behind(file: BinaryIO, first: int) -> bytes:
 # seconds for each GB of large pages.
 
 
-_POPULATE_READ, _COLLAPSE = 22, 25  # of linux/mman.h, which Python does not name
-_FIXED, _NORESERVE = 0x10, 0x4000
-_LARGE_ENOUGH = 0.5  # share of a mapping in large pages
-_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-
-
 def _memory_of(file: BinaryIO, size: int, *, copies: bool) -> tuple[Tensor, bool]:
     """Return the file's bytes, [size] uint8, and whether they are its pages."""
-    if sys.platform != "linux":
-        return torch.frombuffer(mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ), dtype=torch.uint8), True
     with contextlib.suppress(OSError):
-        memory = _mapped(file, size)
-        if _large_bytes(memory) >= _LARGE_ENOUGH * size or not _has_large_pages():
+        memory, is_large = _mapped(file, size)
+        if is_large or not HUGE_PAGES.is_there:  # a copy would not be in large pages either
             return memory, True
         del memory
     if not copies:
@@ -304,54 +294,14 @@ def _memory_of(file: BinaryIO, size: int, *, copies: bool) -> tuple[Tensor, bool
     return _copied(file, size), False
 
 
-def _mapped(file: BinaryIO, size: int) -> Tensor:
-    """Return the file's bytes, [size] uint8, mapped read-only from the address of a large page on. The tensor's memory
-    reserves addresses, and frees them with the file's pages: the kernel by itself does not choose such an address everywhere."""
-    reserved = mmap.mmap(-1, size + _LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
-    whole = torch.frombuffer(reserved, dtype=torch.uint8)
-    start = -whole.data_ptr() % _LARGE_PAGE
-    memory = whole[start : start + size]
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
-    flags = mmap.MAP_SHARED | _FIXED
-    if libc.mmap(memory.data_ptr(), size, mmap.PROT_READ, flags, file.fileno(), 0) != memory.data_ptr():
-        raise OSError(ctypes.get_errno(), "the file cannot be mapped")
-    _advise(reserved, mmap.MADV_HUGEPAGE, start, size)
-    for first in range(start, start + size, _CHUNK):  # in pieces: Python's lock is held meanwhile
-        _advise(reserved, _POPULATE_READ, first, min(_CHUNK, start + size - first))
-    if _large_bytes(memory) < _LARGE_ENOUGH * size:
-        _advise(reserved, _COLLAPSE, start, size)
-    return memory
-
-
-def _advise(mapping: mmap.mmap, advice: int, start: int, size: int) -> None:
-    """Advise, where this kernel knows how."""
-    try:
-        mapping.madvise(advice, start, size)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EAGAIN, errno.ENOMEM, errno.EBUSY):
-            raise
-
-
-def _large_bytes(memory: Tensor) -> int:
-    """Return how many bytes of mapped memory are in large pages, from /proc/self/smaps."""
-    first, found, is_inside = memory.data_ptr(), 0, False
-    with open("/proc/self/smaps", encoding="utf-8") as lines:
-        for line in lines:
-            name, _, rest = line.partition(" ")
-            if not name.endswith(":"):
-                is_inside = first <= int(name.partition("-")[0], 16) < first + memory.nbytes
-            elif is_inside and name in ("FilePmdMapped:", "ShmemPmdMapped:"):
-                found += int(rest.split()[0]) << 10
-    return found
-
-
-def _has_large_pages() -> bool:
-    """Return whether private memory can have them here."""
-    with contextlib.suppress(OSError):
-        return "[never]" not in _ENABLED.read_text(encoding="utf-8")
-    return False
+def _mapped(file: BinaryIO, size: int) -> tuple[Tensor, bool]:
+    """Return the file's bytes, [size] uint8, mapped and not to be written to, and whether they are in large pages. Raises OSError."""
+    if not HUGE_PAGES.is_taken:  # not `is_there`: files can have large pages where private memory has none
+        with contextlib.suppress(OSError):
+            view, is_large = huge_pages.map_file(file.fileno(), size)
+            return torch.frombuffer(view, dtype=torch.uint8), is_large
+    # Private, so that it counts as writable, which torch wants; its pages are shared all the same, as nothing writes to them.
+    return torch.frombuffer(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY), dtype=torch.uint8), False
 
 
 def _copied(file: BinaryIO, size: int) -> Tensor:
