@@ -17,9 +17,17 @@ from functools import partial
 from pathlib import Path
 
 from pdmesh.platform import linux
-from pdmesh.platform.capabilities import ABSTRACT_SOCKETS, CAPABILITIES, MEMFD, PEER_CREDENTIALS, VARIABLE, Capability
+from pdmesh.platform.capabilities import (
+    ABSTRACT_SOCKETS,
+    CAPABILITIES,
+    CPU_TIERS,
+    MEMFD,
+    PEER_CREDENTIALS,
+    VARIABLE,
+    Capability,
+)
 from pdmesh.platform.capabilities import lacking as lacks
-from pdmesh.platform.fallbacks import physical_bytes, text, usable_cores
+from pdmesh.platform.fallbacks import physical_bytes, processor_features, text, usable_cores
 from pdmesh.terminal import size
 
 # Checks of a machine for a mesh: each is a function that returns a `Check`; none raises or makes lasting changes.
@@ -115,25 +123,37 @@ def cores() -> Check:
 
 
 def cpu_features() -> Check:
-    """Check the instructions that decide the speed of a CPU engine."""
-    content = text(Path("/proc/cpuinfo"))
-    if content is None:
-        return warn("cpu features", "the system does not tell them", "kernels run in portable code", "use Linux for speed")
-    found = [feature for feature in _CPU_FEATURES if feature in cpu_flags(content.splitlines())]
-    shown = ", ".join(found) or "none that matters"
-    if {"avx2", "asimddp"} & set(found):
-        return ok("cpu features", shown)
+    """Check the instructions that decide the speed of a CPU engine, and name the tier of kernels that is taken for them."""
+    from pdmesh.engine.kernels.cpu import isa
+
+    name = "cpu features"
+    present = processor_features()
+    if not present:
+        return warn(name, "the system does not tell them", "kernels run in portable code", "use Linux or macOS for speed")
+    best, refused = isa.supported()[0].name, [tier.name for tier in isa.refused()]
+    listed = ", ".join(feature for feature in _CPU_FEATURES if feature in present) or "none that matters"
+    shown = f"{listed}; kernels: {_taken_tier(best)}"
+    if refused:
+        found = f"{shown}; the processor has {', '.join(refused)}, which the system does not permit"
+        remedy = "use Linux 5.16 or later, and a container or sandbox that permits arch_prctl"
+        return warn(name, found, "prefill is slower than this processor allows", remedy)
+    if best != "portable":
+        return ok(name, shown)
+    if CPU_TIERS.is_taken:
+        return warn(name, shown, "generation is several times slower", f"leave {CPU_TIERS.name} out of {VARIABLE}")
     remedy = "use a processor with AVX2 (2013 or later) or ARM's dot product (2018 or later)"
-    return warn("cpu features", shown, "generation is several times slower", remedy)
+    return warn(name, shown, "generation is several times slower", remedy)
 
 
-def cpu_flags(cpuinfo: Iterable[str]) -> frozenset[str]:
-    """Return the feature names of the first processor in the lines of /proc/cpuinfo ("flags" on x86, "Features" on Arm)."""
-    for line in cpuinfo:
-        key, _, value = line.partition(":")
-        if key.strip() in ("flags", "Features"):
-            return frozenset(value.split())
-    return frozenset()
+def _taken_tier(best: str) -> str:
+    """Return the tier that runs; a variable that names none that can is a finding of its own (`software.cpu_kernels`)."""
+    from pdmesh.engine.kernels.cpu import isa
+
+    try:
+        taken = isa.detect().name
+    except ValueError:
+        return f"none, as {isa.VARIABLE} names one that does not run here"
+    return taken if taken == best else f"{taken}, which {isa.VARIABLE} names, in place of {best}"
 
 
 def memory() -> Check:

@@ -16,15 +16,45 @@ from pdmesh.doctor import machine, software, transfer
 from pdmesh.doctor.machine import Check, State, examine, missing, ok
 from pdmesh.engine.kernels.cpu import build, isa
 from pdmesh.models.catalogue import KNOWN_MODELS
-from pdmesh.platform import capabilities
+from pdmesh.platform import capabilities, linux, processor
 from tests.support.terminal import plain
 from tests.support.tiny_models import make_tiny_model
 
 
-def test_cpu_flags_of_x86_and_arm() -> None:
-    assert {"avx2", "fma"} <= machine.cpu_flags(["processor : 0", "flags\t\t: fpu avx2 fma"])
-    assert "asimd" in machine.cpu_flags(["Features : fp asimd bf16"])
-    assert machine.cpu_flags([]) == frozenset()
+def test_cpu_features_name_the_tier_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(isa.VARIABLE, raising=False)
+    best = isa.supported()[0].name
+    assert machine.cpu_features().found.partition("; ")[2].startswith(f"kernels: {best}")
+    monkeypatch.setenv(isa.VARIABLE, "portable")
+    if best != "portable":
+        assert f"kernels: portable, which PDMESH_CPU_ISA names, in place of {best}" in machine.cpu_features().found
+    monkeypatch.setenv(isa.VARIABLE, "quantum")
+    assert "kernels: none, as PDMESH_CPU_ISA names one that does not run here" in machine.cpu_features().found
+
+
+@pytest.mark.parametrize("is_permitted", [True, False])
+def test_matrix_tiles_that_are_not_permitted_are_a_finding(is_permitted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def request() -> None:
+        if not is_permitted:
+            raise PermissionError("arch_prctl: not here")
+
+    monkeypatch.delenv(isa.VARIABLE, raising=False)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr(processor, "listed", lambda _cpuinfo: isa.by_name("amx").needs)
+    monkeypatch.setattr(linux, "request_matrix_tiles", request)
+    finding = machine.cpu_features()
+    assert finding.found.startswith("amx_bf16, amx_int8, avx512_bf16")
+    assert f"; kernels: {'amx' if is_permitted else 'avx512_bf16'}" in finding.found
+    assert ("the processor has amx, which the system does not permit" in finding.found) is not is_permitted
+    assert (finding.state is State.OK) is is_permitted
+
+
+def test_cpu_features_without_tiers_say_what_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(capabilities.VARIABLE, "cpu_tiers")
+    monkeypatch.delenv(isa.VARIABLE, raising=False)
+    finding = machine.cpu_features()
+    assert finding.state is State.WARN and "kernels: portable" in finding.found
+    assert finding.remedy == "leave cpu_tiers out of PDMESH_WITHOUT"
 
 
 def test_available_bytes() -> None:

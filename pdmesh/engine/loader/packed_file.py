@@ -295,7 +295,7 @@ def _memory_of(file: BinaryIO, size: int, *, copies: bool) -> tuple[Tensor, bool
 
 
 def _mapped(file: BinaryIO, size: int) -> tuple[Tensor, bool]:
-    """Return the file's bytes, [size] uint8, mapped and not to be written to, and whether they are in large pages. Raises OSError."""
+    """Return the file's bytes, [size] uint8, mapped but not to be written to, and whether in large pages. Raises OSError."""
     if not HUGE_PAGES.is_taken:  # not `is_there`: files can have large pages where private memory has none
         with contextlib.suppress(OSError):
             view, is_large = huge_pages.map_file(file.fileno(), size)

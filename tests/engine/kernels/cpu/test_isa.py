@@ -85,6 +85,12 @@ def test_the_capability_needs_what_the_least_tier_needs(machine: str) -> None:
     assert processor.LEAST[machine] == isa.compilable(machine)[-2].needs
 
 
+def test_features_of_x86_and_arm() -> None:
+    assert processor.listed("processor : 0\nflags\t\t: fpu avx2 fma\nflags : none\n") == {"fpu", "avx2", "fma"}
+    assert processor.listed("Features : fp asimd bf16") == {"fp", "asimd", "bf16"}
+    assert processor.listed("") == frozenset()
+
+
 def test_macos_is_asked_for_the_instructions_of_its_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     m1 = "hw.optional.arm.FEAT_DotProd: 1\nhw.optional.arm.FEAT_I8MM: 0\nhw.optional.arm.FEAT_BF16: 0\n"
     for output, name in ((m1, "neon_dotprod"), (m1.replace(": 0", ": 1"), "neon_bf16"), ("", "portable")):
