@@ -14,12 +14,11 @@ namespace pdmesh {
 
 inline std::atomic<int64_t> reserved_bytes = 0;  // what all buffers of this process have grown by
 
-constexpr size_t kHugePage = 2 << 20, kLarge = 256 << 10;
+constexpr size_t kHugePage = 2 << 20;
 
 // Zeros, 64-byte aligned. Large pieces lie in huge pages where the system has them: rows of a product are pages apart.
 inline void* allocate_zeros(size_t bytes) {
-    const bool is_large = bytes >= kLarge;
-    if (is_large) bytes = (bytes + kHugePage - 1) / kHugePage * kHugePage;
+    const bool is_large = bytes >= kHugePage;
     void* memory = ::operator new[](bytes, std::align_val_t(is_large ? kHugePage : 64));
 #if defined(MADV_HUGEPAGE)
     if (is_large) madvise(memory, bytes, MADV_HUGEPAGE);  // refused: then not
@@ -49,7 +48,7 @@ struct Buffer {  // grows, never shrinks; contents are lost when it grows
 
   private:
     void release() {
-        if (data_) ::operator delete[](data_, std::align_val_t(size_ * sizeof(T) >= kLarge ? kHugePage : 64));
+        if (data_) ::operator delete[](data_, std::align_val_t(size_ * sizeof(T) >= kHugePage ? kHugePage : 64));
         data_ = nullptr;
         size_ = 0;
     }
@@ -60,6 +59,8 @@ struct Buffer {  // grows, never shrinks; contents are lost when it grows
 // Bytes from a prepared row to the next: an odd number of lines, or rows of a power of two would all lie in the same sets of a cache.
 inline size_t row_stride(int units) { return static_cast<size_t>(round_up(units * 4, 64) | 64); }
 
+constexpr int kSpareRows = 32;  // so many, or a multiple, have room
+
 struct RowBuffer {
     Buffer<uint8_t> data;
     Buffer<float> scales, scratch;
@@ -67,7 +68,7 @@ struct RowBuffer {
     Buffer<Outliers> outliers;
     // Room for the rows of any of these maps, and for those that a matrix tile reads beside them.
     void reserve(const PdmeshLinear& linear, int num_rows) {
-        num_rows = round_up(num_rows, 32);
+        num_rows = round_up(num_rows, kSpareRows);
         const size_t scales_of_rows = static_cast<size_t>(num_groups(linear)) * num_rows;
         data.reserve(row_stride(row_units(linear)) * num_rows + 64);
         scales.reserve(scales_of_rows);

@@ -13,7 +13,7 @@ from pdmesh.engine.kernels.cpu.model import PackedExperts, PackedLayer, PackedLi
 from pdmesh.engine.models.config import ModelConfig
 
 _FLOAT, _OUTLIERS_BYTES, _PAIR_BYTES = 4, 40, 20
-_FEW_ROWS, _ALL = 3, 2**31
+_FEW_ROWS, _SPARE_ROWS, _ALL = 3, 32, 2**31
 _PANEL, _ITEM_ROWS = 16, 96
 _BYTES_OF_ROWS = {"float32": 4, "bfloat16": 2, "int8": 1, "int4": 1}
 
@@ -36,7 +36,8 @@ class StepBuffers:
         mixed = max((self._mixed(layer.mlp) for layer in layers if isinstance(layer.mlp, PackedExperts)), default=0)
         inner = max(rows * _padded(mlp.down.num_inputs) for layer in layers for mlp, rows in self._mlps(layer))
         logits = self.num_rows * self.config.vocab_size
-        return (floats + inner + logits) * _FLOAT + mixed + self._prepared() + (self._adapted() if self.has_adapters else 0)
+        spare = _SPARE_ROWS * self._query_width()
+        return (floats + inner + logits + spare) * _FLOAT + mixed + self._prepared() + (self._adapted() if self.has_adapters else 0)
 
     def _states(self) -> int:
         """Return the floats of a token beside attention and MLP: its state and what is added to it, queries, keys and values."""
@@ -52,6 +53,11 @@ class StepBuffers:
         queries = _padded(config.num_heads * (latent.nope_dim + latent.rope_dim)) if latent.query_rank else 0
         values = _padded(config.num_heads * latent.value_dim)
         return config.num_heads * (latent.width + 2 * latent.kv_rank) + queries + values
+
+    def _query_width(self) -> int:
+        """Return the numbers of a query, which are as many as attention multiplies with a key."""
+        latent = self.config.latent
+        return self.config.head_dim if latent is None else latent.kv_rank + latent.rope_dim
 
     def _mixed(self, experts: PackedExperts) -> int:
         """Return the bytes around a mixture: the router's logits, each chosen expert's contribution, and their sum."""
@@ -106,7 +112,8 @@ def _most(parts: Sequence[tuple[int, int, int]]) -> int:
 
 def _row_parts(linear: PackedLinear, num_rows: int) -> tuple[int, int, int]:
     """Return the bytes of a product's rows, of their scales and sums, and of their outliers."""
-    stride = -(-linear.num_inputs * _BYTES_OF_ROWS[linear.format] // 64) * 64
+    stride = -(-linear.num_inputs * _BYTES_OF_ROWS[linear.format] // 64) * 64 | 64
+    num_rows = -(-num_rows // _SPARE_ROWS) * _SPARE_ROWS
     groups = linear.num_inputs // linear.group if linear.format == "int4" else 1
     return stride * num_rows, 2 * _FLOAT * groups * num_rows, _OUTLIERS_BYTES * num_rows
 
