@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hashlib import blake2b
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvtransfer.manifest import DTYPE_BYTES
 from kvtransfer.rounding import DTYPES
@@ -11,12 +12,12 @@ from kvtransfer.tiers.backends.block_file import IDENTITY_BYTES
 from kvtransfer.tiers.backends.coding import REMEDY, BlockForm, is_installed
 from kvtransfer.tiers.backends.disk import DiskTier
 from kvtransfer.tiers.backends.host import HostTier
-from kvtransfer.tiers.backends.redis_blocks import RedisBlocks
-from kvtransfer.tiers.backends.store import TIMEOUT_S, StoreTier
 from kvtransfer.tiers.base import Tier
 from kvtransfer.tiers.settings import GB, TierConfig
-from pdmesh.runtime.registry.redis_link import without_password
 from pdmesh.v1 import common_pb2
+
+if TYPE_CHECKING:
+    from kvtransfer.tiers.backends.store import StoreTier
 
 
 def open_tiers(
@@ -52,6 +53,11 @@ def _form(config: TierConfig, identity: common_pb2.Identity, layout: common_pb2.
 
 
 def _open_store(config: TierConfig, form: BlockForm, mesh: str) -> StoreTier:
+    # redis is imported only for a store
+    from kvtransfer.tiers.backends.redis_blocks import RedisBlocks
+    from kvtransfer.tiers.backends.store import TIMEOUT_S, StoreTier
+    from pdmesh.runtime.registry.redis_link import without_password
+
     shown = without_password(config.kv_store)
     try:
         blocks = RedisBlocks(config.kv_store, mesh, TIMEOUT_S)

@@ -22,7 +22,6 @@ from pdmesh.engine.outputs import StepResult
 from pdmesh.runtime.addresses import join_address
 from pdmesh.runtime.config import ConfigError
 from pdmesh.runtime.process import new_epoch
-from pdmesh.runtime.registry.block_stream import MAX_NAMES, BlockStream
 from pdmesh.runtime.rpc.channel import PATIENT, Channels
 from pdmesh.runtime.rpc.mesh_secret import MeshSecret, is_loopback, open_secret
 from pdmesh.runtime.rpc.server import GrpcServer
@@ -45,7 +44,7 @@ from pdmesh.worker.metrics import Seen, WorkerMetrics, read
 from pdmesh.worker.prefix_publisher import PrefixPublisher, list_blocks
 from pdmesh.worker.roles import Role, RoleGate, roles_of
 from pdmesh.worker.step_dispatcher import StepDispatcher, StepSpans
-from pdmesh.worker.token_request import ServedModel, compiler_for
+from pdmesh.worker.token_request import ModelGrammars, ServedModel
 from prefill_service.handoff import HandoffTools
 from prefill_service.kv_pull import KVPuller, PullTools
 from prefill_service.kv_send import BlockSender
@@ -87,9 +86,9 @@ class Worker:
         self._step_spans = StepSpans(self._spans)
         self._on_failure = on_failure
         self.metrics = WorkerMetrics.open(config, worker_id, self.epoch, engine.facts.cost, self._read_metrics)
-        self._prefix_cache = engine.prefix_cache(MAX_NAMES if config.redis else 0)
+        self._prefix_cache = engine.prefix_cache(_most_names(config))
         self._publisher = PrefixPublisher(self._prefix_cache, self.epoch, worker_id) if config.redis else None
-        self._grammars = compiler_for(engine.facts)
+        self._grammars = ModelGrammars(engine.facts)
         self.adapters = WorkerAdapters(engine.adapters, config.served_name, self._adapters_changed)
         self._served_model = served_model = ServedModel.of(engine.facts, config.served_name, self._grammars, self.adapters.find)
         self.kv_events = KVEvents(config.kv_event_settings, engine, served_model.plain_root)
@@ -115,9 +114,7 @@ class Worker:
 
     async def start(self) -> Description:
         """Serve, and return the description of the worker. Raises ConfigError when an address is taken."""
-        if self._grammars is not None:
-            with contextlib.suppress(ValueError):  # a request with a constraint will get the error
-                self._grammars.warm()
+        self._grammars.prepare_if_large()
         events = EngineEvents(self._on_step, self.dispatcher.on_ready, self._on_failure)
         self.watch.start_from(await self.engine.open(events, self._config.cpus))
         if self.tiers is not None:
@@ -134,6 +131,8 @@ class Worker:
         for work in (self.decode.keeper.run(), self.load.run(), *self.kv_events.work()):
             self._tasks.append(self._background(work))
         if self._publisher is not None:
+            from pdmesh.runtime.registry.block_stream import BlockStream  # redis is imported only for a registry
+
             self._tasks.append(self._background(self._publisher.run(BlockStream(self._config.redis, self._config.mesh))))
         if self.tiers is not None:
             self._tasks.append(self._background(self.tiers.run()))
@@ -411,6 +410,15 @@ class Worker:
             private_tiers=self.tiers is not None and self._config.tiers.private,
             warm_blocks=self._warmer.max_blocks,
         )
+
+
+def _most_names(config: WorkerConfig) -> int:
+    """Return how many changed blocks the prefix cache keeps for the registry; 0 without one."""
+    if not config.redis:
+        return 0
+    from pdmesh.runtime.registry.block_stream import MAX_NAMES  # redis is imported only for a registry
+
+    return MAX_NAMES
 
 
 def _warn_if_open(config: WorkerConfig, tls: Tls | None, secret: MeshSecret | None) -> None:

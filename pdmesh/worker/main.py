@@ -10,7 +10,7 @@ import secrets
 import sys
 import time
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
@@ -18,12 +18,14 @@ from pdmesh.engine.memory import return_freed_memory
 from pdmesh.runtime import log
 from pdmesh.runtime.config import ENV_PREFIX, ConfigError, load, options_of
 from pdmesh.runtime.process import Lifecycle, run
-from pdmesh.runtime.registry.registry import Registry, worker_announcer
 from pdmesh.worker.assembly import Worker
 from pdmesh.worker.config import DecodeConfig, PrefillConfig, WorkerConfig
 from pdmesh.worker.engines.base import WorkerEngine
 from pdmesh.worker.engines.registry import loader, require
 from pdmesh.worker.kv_events.settings import require_libraries
+
+if TYPE_CHECKING:
+    from pdmesh.runtime.registry.registry import Announcer, Registry
 
 _PROGRESS_PERIOD_S = 2.0
 _SILENCE_S = 10.0
@@ -70,8 +72,7 @@ async def serve(life: Lifecycle, config: WorkerConfig, *, prog: str = "worker") 
 async def _announced(life: Lifecycle, config: WorkerConfig, worker: Worker, address: str) -> None:
     """Register the worker and report it ready until the process is to stop; withdraw the registration before the worker
     drains."""
-    registry = Registry(config.redis, config.mesh, ttl_s=config.registry_ttl_s, secret=worker.secret) if config.redis else None
-    announcer = worker_announcer(registry, worker.info) if registry else None
+    registry, announcer = _registration(config, worker)
     if announcer is not None:
         announcer.start()
         worker.changes.subscribe(announcer.renew_now)
@@ -82,6 +83,15 @@ async def _announced(life: Lifecycle, config: WorkerConfig, worker: Worker, addr
     if registry is not None and announcer is not None:
         await announcer.stop()
         await registry.stop()
+
+
+def _registration(config: WorkerConfig, worker: Worker) -> tuple[Registry, Announcer] | tuple[None, None]:
+    if not config.redis:
+        return None, None
+    from pdmesh.runtime.registry.registry import Registry, worker_announcer  # redis is imported only for a registry
+
+    registry = Registry(config.redis, config.mesh, ttl_s=config.registry_ttl_s, secret=worker.secret)
+    return registry, worker_announcer(registry, worker.info)
 
 
 def _config_error(error: Exception) -> ConfigError:

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING
 
 from pdmesh.engine.errors import EngineStopped
 from pdmesh.runtime.errors import Unavailable
-from pdmesh.runtime.registry.block_stream import BlockStream
 from pdmesh.text.block_hash import short_name
 from pdmesh.v1 import worker_pb2
 from pdmesh.worker.engines.base import PrefixCache
+
+if TYPE_CHECKING:
+    from pdmesh.runtime.registry.block_stream import BlockStream
 
 PERIOD_S = 0.03
 PART_NAMES = 1 << 15  # 256 KiB on the wire, and as much of tiers

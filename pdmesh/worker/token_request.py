@@ -6,10 +6,14 @@ context, in one place for all its callers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pdmesh.adapter_id import AdapterId
 from pdmesh.engine.kv_cache.retention import MAX_SECONDS, Retention
@@ -19,12 +23,14 @@ from pdmesh.runtime.errors import FailedPrecondition, InvalidArgument
 from pdmesh.runtime.files import cache_root_of
 from pdmesh.runtime.work_threads import WorkThreads
 from pdmesh.sampling_params import MAX_BIASES, MAX_CHOICES, MAX_LOGPROBS, PARAMETERS, Kind, Parameter, SamplingParams
-from pdmesh.text.grammar import CompiledGrammar, GrammarCompiler
-from pdmesh.text.tokenizer import Tokenizer
 from pdmesh.v1 import common_pb2
 from pdmesh.worker.description import identity_of, layout_of
 from pdmesh.worker.engines.base import EngineFacts
 
+if TYPE_CHECKING:
+    from pdmesh.text.grammar import CompiledGrammar, GrammarCompiler
+
+_NO_TOKENIZER = "this worker's model is no folder with a tokenizer; `pdmesh models fetch` makes one"
 _FIELDS = common_pb2.SamplingParams.DESCRIPTOR.fields_by_name
 MAX_SESSION_ID = 256
 AdapterOf = Callable[[str, str], AdapterId]
@@ -35,15 +41,31 @@ _Matchers = tuple[Matcher | None, ...]
 # two. A constraint that the router accepted compiles within the limit.
 threads = WorkThreads("grammar", num_threads=2, max_waiting=64, timeout_s=10.0)
 
+logger = logging.getLogger(__name__)
+
+
+class NoTokenizer(Exception):
+    """The model is no folder with a tokenizer, so no output of it can be constrained."""
+
+
+class Grammars(Protocol):
+    """Compile constraints for one model, as `GrammarCompiler` does."""
+
+    def known(self, kind: str, source: str | Sequence[str]) -> CompiledGrammar | None:
+        """Return a grammar compiled before; None: it must be compiled. Raises ValueError if it was rejected before."""
+
+    def compile(self, kind: str, source: str | Sequence[str]) -> CompiledGrammar:
+        """Return the compiled grammar. Raises ValueError that says what is wrong; NoTokenizer."""
+
 
 @dataclass(frozen=True)
 class TokenRequestTranslator:
     """Translate requests for a worker that serves `model`. `cache_root(tenant, cache_salt)` is the hash with which block hashes
-    begin; `grammars` compiles constraints; None: the model has no tokenizer."""
+    begin; `grammars` compiles constraints; None: no request may have one."""
 
     model: str
     cache_root: Callable[[str, str], bytes]
-    grammars: GrammarCompiler | None = None
+    grammars: Grammars | None = None
     adapter_of: AdapterOf | None = None  # from name and digest; None: the worker has no adapters
 
     async def __call__(self, request: common_pb2.TokenRequest) -> EngineRequest:
@@ -88,7 +110,7 @@ class TokenRequestTranslator:
         if kind is None:
             raise InvalidArgument(field, "is empty; give one of json_schema, regex, choice and grammar")
         if self.grammars is None:
-            raise FailedPrecondition(field, "this worker's model is no folder with a tokenizer; `pdmesh models fetch` makes one")
+            raise FailedPrecondition(field, _NO_TOKENIZER)
         source = _source(sampling.constraint)
         try:
             grammar = self.grammars.known(kind, source)
@@ -97,6 +119,8 @@ class TokenRequestTranslator:
             return grammar, await threads.run(partial(_replay, grammar, emitted, finished)) if any(emitted) else ()
         except TimeoutError:
             raise InvalidArgument(f"{field}.{kind}", f"takes more than {threads.timeout_s:.0f} s; make it simpler") from None
+        except NoTokenizer:
+            raise FailedPrecondition(field, _NO_TOKENIZER) from None
         except ValueError as error:
             raise InvalidArgument(f"{field}.{kind}", str(error)) from error
 
@@ -204,9 +228,7 @@ class ServedModel:
     translate: TokenRequestTranslator
 
     @classmethod
-    def of(
-        cls, facts: EngineFacts, model: str, grammars: GrammarCompiler | None, adapter_of: AdapterOf | None = None
-    ) -> ServedModel:
+    def of(cls, facts: EngineFacts, model: str, grammars: Grammars | None, adapter_of: AdapterOf | None = None) -> ServedModel:
         """Return the description for a worker that serves an engine with these facts as `model`."""
         identity, layout = identity_of(facts, model), layout_of(facts)
 
@@ -223,12 +245,68 @@ class ServedModel:
 
 # The grammar compiler of an engine's model.
 
+MAX_LATE_VOCABULARY = 1 << 16
+"""The largest vocabulary that is prepared at the first constraint. Preparing holds the GIL, so the event loop and the engine
+wait: 0.25 s at 49,000 tokens, which requests bear once. For larger ones it comes near the time after which a router takes a
+stream for broken, so these are prepared before anything is served."""
 
-def compiler_for(facts: EngineFacts) -> GrammarCompiler | None:
-    """Return the compiler, with the engine's vocabulary and end-of-sequence tokens; None when the model is no folder with a
-    tokenizer (reading the tokenizer inside a .gguf file takes seconds, at every start)."""
+
+class ModelGrammars:
+    """Compile constraints for an engine's model; the vocabulary is prepared at the first, because it takes 36 MB at 49,000 tokens
+    and most workers never see a constraint. Thread-safe."""
+
+    def __init__(self, facts: EngineFacts) -> None:
+        """Create it; nothing is read yet."""
+        self._facts = facts
+        self._lock = threading.Lock()
+        self._made: GrammarCompiler | None = None
+        self._has_tokenizer = True  # as far as is known
+
+    def prepare_if_large(self) -> None:
+        """Prepare a large vocabulary now, before anything is served. What is wrong with it, a request with a constraint hears."""
+        if self._facts.vocab_size > MAX_LATE_VOCABULARY:
+            with contextlib.suppress(NoTokenizer):
+                self._compiler(is_late=False)
+
+    def known(self, kind: str, source: str | Sequence[str]) -> CompiledGrammar | None:
+        """Return a grammar compiled before; None: it must be compiled. Raises ValueError if it was rejected before."""
+        return None if self._made is None else self._made.known(kind, source)
+
+    def compile(self, kind: str, source: str | Sequence[str]) -> CompiledGrammar:
+        """Return the compiled grammar. Raises ValueError that says what is wrong; NoTokenizer."""
+        return self._compiler(is_late=True).compile(kind, source)
+
+    def _compiler(self, *, is_late: bool) -> GrammarCompiler:
+        with self._lock:
+            if self._made is None and self._has_tokenizer:
+                self._made = self._make(is_late)
+                self._has_tokenizer = self._made is not None
+            if self._made is None:
+                raise NoTokenizer
+            return self._made
+
+    def _make(self, is_late: bool) -> GrammarCompiler | None:
+        began_s = time.perf_counter()
+        compiler = _compiler_for(self._facts)
+        if compiler is not None:
+            waited = "; requests under way waited for it" if is_late else ""
+            took_s = time.perf_counter() - began_s
+            logger.info("made the vocabulary ready for structured outputs in %.2f s%s", took_s, waited)
+        return compiler
+
+
+def _compiler_for(facts: EngineFacts) -> GrammarCompiler | None:
+    """Return the compiler, prepared for the engine's vocabulary and end-of-sequence tokens; None when the model is no folder with
+    a tokenizer (reading the tokenizer inside a .gguf file takes seconds)."""
+    # They are imported only for constraints: with the libraries beneath they take 10 MB.
+    from pdmesh.text.grammar import GrammarCompiler
+    from pdmesh.text.tokenizer import Tokenizer
+
     try:
         tokenizer = Tokenizer.load(facts.model)
     except (OSError, ValueError):
         return None
-    return GrammarCompiler(tokenizer.to_json(), facts.vocab_size, facts.eos_token_ids)
+    compiler = GrammarCompiler(tokenizer.to_json(), facts.vocab_size, facts.eos_token_ids)
+    with contextlib.suppress(ValueError):  # compiling a constraint raises it again
+        compiler.warm()
+    return compiler

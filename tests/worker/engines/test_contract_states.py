@@ -27,7 +27,7 @@ from pdmesh.engine.outputs import FinishReason, KVReady
 from pdmesh.text.block_hash import hash_prompt
 from pdmesh.text.tokenizer import Tokenizer
 from pdmesh.worker.engines.base import Lack
-from pdmesh.worker.token_request import compiler_for
+from pdmesh.worker.token_request import ModelGrammars
 from tests.engine.test_model_transformers import reference
 from tests.support.adapters import make_adapter
 from tests.support.waiting import eventually
@@ -205,9 +205,7 @@ async def test_choices_are_handed_over_or_the_lack_is_said(kind: Kind) -> None:
 
 async def test_a_constrained_output_is_a_sentence_and_goes_on_from_its_history(kind: Kind) -> None:
     async with kind.open() as it:
-        compiler = compiler_for(it.engine.facts)
-        assert compiler is not None
-        grammar = compiler.compile("regex", "[ab]{3}c[0-9]{2}")
+        grammar = ModelGrammars(it.engine.facts).compile("regex", "[ab]{3}c[0-9]{2}")
         sampling = replace(SAMPLED, max_tokens=20, ignore_eos=False)
         whole = await it.run(request("whole", sampling=sampling, grammar=grammar))
         text = Tokenizer.load(it.engine.facts.model).decode(whole.output)
