@@ -96,7 +96,7 @@ def test_the_first_constraint_makes_the_vocabulary_ready_and_says_so(
         compiled = grammars.compile("regex", "[ab]")
         assert grammars.known("regex", "[ab]") is grammars.compile("regex", "[ab]") is compiled
     (record,) = caplog.records
-    assert record.getMessage().endswith("requests under way waited for it")
+    assert record.getMessage().endswith("requests under way paused for a part of it")
 
 
 def test_a_large_vocabulary_is_ready_before_requests(
@@ -108,7 +108,7 @@ def test_a_large_vocabulary_is_ready_before_requests(
         grammars.prepare_if_large()
         grammars.compile("regex", "[ab]")
     (record,) = caplog.records
-    assert "waited" not in record.getMessage()
+    assert "paused" not in record.getMessage()
 
 
 def test_a_model_without_a_tokenizer_takes_no_constraint(tmp_path: Path, facts: EngineFacts) -> None:
