@@ -22,8 +22,8 @@ PROMPT = [10 + (7 * i) % 60 for i in range(30)]
 @pytest.fixture(scope="module", params=["torch", "native"])
 def poisoned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     """A model whose token POISON has an embedding of NaN: only requests that hold it are lost."""
-    builder = NativeBuilder if request.param == "native" else TorchBuilder
-    plain = builder.build
+    builder, step = (NativeBuilder, "pack") if request.param == "native" else (TorchBuilder, "build")
+    plain = getattr(builder, step)
 
     def poisoned_build(self: object, *args: object) -> object:
         built = plain(self, *args)  # type: ignore[arg-type]
@@ -31,7 +31,7 @@ def poisoned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         return built
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(builder, "build", poisoned_build)
+        patch.setattr(builder, step, poisoned_build)
         return load_tiny(make_tiny_model(tmp_path_factory.mktemp("tiny")), request.param)
 
 

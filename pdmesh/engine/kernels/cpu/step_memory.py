@@ -37,7 +37,9 @@ class StepBuffers:
         inner = max(rows * _padded(mlp.down.num_inputs) for layer in layers for mlp, rows in self._mlps(layer))
         logits = self.num_rows * self.config.vocab_size
         spare = _SPARE_ROWS * self._query_width()
-        return (floats + inner + logits + spare) * _FLOAT + mixed + self._prepared() + (self._adapted() if self.has_adapters else 0)
+        return (
+            (floats + inner + logits + spare) * _FLOAT + mixed + self._prepared() + (self._adapted() if self.has_adapters else 0)
+        )
 
     def _states(self) -> int:
         """Return the floats of a token beside attention and MLP: its state and what is added to it, queries, keys and values."""
