@@ -26,7 +26,7 @@ def poisoned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     plain = getattr(builder, step)
 
     def poisoned_build(self: object, *args: object) -> object:
-        built = plain(self, *args)  # type: ignore[arg-type]
+        built = plain(self, *args)
         built.embedding[POISON] = float("nan")
         return built
 
