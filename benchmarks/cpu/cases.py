@@ -24,6 +24,7 @@ from pdmesh.text.tokenizer import Tokenizer
 VOCABULARY = 30_000
 """Token ids below this are in every model that is measured."""
 _ATTEMPTS = 3
+_SHORT_PROMPT = 1000
 _WARM_UP_TOKENS = 4
 
 
@@ -175,8 +176,9 @@ class Prefill:
         return self.length / child.generate(dealt, 1, plan.answer_s).seconds
 
     def warm_up(self, child: Child, prompts: Prompts, plan: Plan) -> None:
-        """Run a shorter one: what is laid out for the length in full takes little of so long a call."""
-        length = max(1, self.length // 8)
+        """Run the length once where it is short; else a shorter one: what is laid out for the length in full takes little of so
+        long a call."""
+        length = self.length if self.length <= _SHORT_PROMPT else self.length // 8
         child.generate(prompts.deal(("warm up", self.length), 1, length), 1, plan.answer_s)
 
 

@@ -29,7 +29,7 @@ MAX_SEQS, _SANITY_TOKENS = 32, 8
 # A pool for 32 sequences, every prompt computed in full, and each step for one token of a sequence, as with the others.
 MEASURED: Mapping[str, object] = {"kv_memory_mb": 1024, "prefix_caching": False, **PLAIN}
 # A peer that is this much slower than the fastest one at a case is not asked again: it cannot be the one that counts.
-CONTENDER_SHARE = 0.7
+CONTENDER_SHARE = 0.5
 _COMPARED_PROMPTS = 8
 
 

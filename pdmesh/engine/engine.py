@@ -491,10 +491,10 @@ class Engine:
 def _open_pool(config: EngineConfig, loaded: LoadedModel, drafts: Drafts) -> KVPool:
     """Open a pool with all heads; where each tensor-parallel rank has a device, only with this rank's."""
     model = loaded.model
-    has_own_heads = isinstance(model, ParallelModel) and not model.shares_pool
-    heads_of = model.config if has_own_heads else loaded.config
+    heads_of = model.config if isinstance(model, ParallelModel) and not model.shares_pool else loaded.config
     step_bytes = loaded.step_bytes(config) + drafts.step_bytes
-    shape = kv_shape(config, heads_of, loaded.kv_dtype, free_memory(config.device), step_bytes, drafts.block_bytes)
+    free_bytes = max(0, free_memory(config.device) - loaded.mapped_bytes)
+    shape = kv_shape(config, heads_of, loaded.kv_dtype, free_bytes, step_bytes, drafts.block_bytes)
     if isinstance(model, ParallelModel):
         return model.open_pool(shape)
     return KVPool(shape, config.device, shared=config.kv_shared)

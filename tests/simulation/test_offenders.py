@@ -79,6 +79,7 @@ ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
     ("pdmesh.platform.parent_death_program", "os.execvp"): (1, START),
     ("pdmesh.platform.parent_death_program", "os.fork"): (1, START),
     ("pdmesh.platform.parent_death_program", "os.kill"): (2, START),
+    ("pdmesh.platform.processor", "subprocess.run"): (1, TRIED),
     ("pdmesh.platform.parent_death_program", "select.select"): (1, START),
     ("pdmesh.runtime.ports", "socket.getaddrinfo"): (1, START),
     ("pdmesh.runtime.ports", "socket.socket"): (1, START),

@@ -72,6 +72,11 @@ class LoadedModel:
         return own() if own is not None else Sampler()
 
     @property
+    def mapped_bytes(self) -> int:
+        """Return the bytes of weights that are pages of a file: the system counts them as free, but every step reads them."""
+        return self.model.weights.mapped_bytes if isinstance(self.model, NativeModel) else 0
+
+    @property
     def runs_ahead(self) -> bool:
         """Return whether the model supports overlap scheduling (pdmesh/engine/runner/overlap.py)."""
         return hasattr(self.model, "keep_drawn")

@@ -75,7 +75,7 @@ class PackedCache:
             return kept
         with contextlib.ExitStack() as stack:
             try:
-                self.folder.mkdir(parents=True, exist_ok=True)
+                self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 stack.enter_context(_exclusive(self._lock(name), lambda text: progress(0.0, text)))
             except OSError as error:
                 _warn(f"{self.folder} cannot be written ({error.strerror})")
@@ -107,7 +107,7 @@ class PackedCache:
             began = time.monotonic()
             known = _read_stamp(seen)
             opened = packed_file.read(path, name.key, config, is_known=lambda found: _stamp(found) == known, copies=copies)
-            self._remember(path, seen)
+            self._remember(opened.found, seen)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except UnusableFile as error:
@@ -135,10 +135,9 @@ class PackedCache:
             raise
         _write_stamp(self._seen(name), self._path(name).stat())
 
-    def _remember(self, path: Path, seen: Path) -> None:
-        """Note the use, and that the content was found whole."""
+    def _remember(self, found: os.stat_result, seen: Path) -> None:
+        """Note the use, and that the content of the file with this stat was found whole."""
         with contextlib.suppress(OSError):
-            found = path.stat()
             if _read_stamp(seen) == _stamp(found):
                 os.utime(seen)
             else:
@@ -222,7 +221,7 @@ class Entry:
 
     def remove(self) -> None:
         """Remove it. A process that has it mapped keeps its pages."""
-        for path in (self.path.with_suffix(".json"), self.path.with_name(f".{self.path.stem}.lock"), self.path):
+        for path in (self.path.with_suffix(".json"), self.path):  # not the lock: another process may hold it
             with contextlib.suppress(OSError):
                 path.unlink()
 
@@ -252,7 +251,7 @@ def _read_stamp(path: Path) -> object:
 
 
 def _write_stamp(path: Path, found: os.stat_result) -> None:
-    handle, written = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.writing-")
+    handle, written = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.stamp.writing-")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             json.dump({"file": _stamp(found)}, file)

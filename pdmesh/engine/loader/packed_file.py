@@ -15,14 +15,16 @@ knows that the file has not changed since it was (`is_known`).
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import math
 import mmap
 import os
+import stat
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -199,10 +201,12 @@ def _rounded(number: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class OpenedWeights:
-    """`is_shared`: the weights are pages of the file, shared with every process that maps it; else a copy of this process."""
+    """`is_shared`: the weights are pages of the file, shared with every process that maps it; else a copy of this process.
+    `found` is the file's stat."""
 
     weights: PackedWeights
     is_shared: bool
+    found: os.stat_result
 
 
 def read(
@@ -213,6 +217,7 @@ def read(
     not there or cannot be read."""
     with path.open("rb", buffering=0) as file:
         found = os.fstat(file.fileno())
+        _check_owner(path, found)
         header = _checked_header(file, path, found.st_size, key)
         if not is_known(found) and _hash_behind(file, header.end) != header.content:
             raise UnusableFile(f"{path} is damaged: its content does not have its hash")
@@ -225,7 +230,15 @@ def read(
         raise UnusableFile(f"{path} holds other parts than this version's weights have ({error})") from error
     if not isinstance(weights, PackedWeights):
         raise UnusableFile(f"{path} holds no weights")
-    return OpenedWeights(weights, is_shared)
+    return OpenedWeights(replace(weights, mapped_bytes=found.st_size if is_shared else 0), is_shared, found)
+
+
+def _check_owner(path: Path, found: os.stat_result) -> None:
+    """Raise UnusableFile for a file that another user could have written: who can write weights can compute their seal, too."""
+    if found.st_uid not in (0, os.geteuid()):
+        raise UnusableFile(f"{path} belongs to user {found.st_uid}, neither to root nor to user {os.geteuid()} of this process")
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise UnusableFile(f"{path} can be written by other users; take that from them (chmod go-w)")
 
 
 @dataclass(frozen=True)
@@ -297,9 +310,12 @@ def _memory_of(file: BinaryIO, size: int, *, copies: bool) -> tuple[Tensor, bool
 def _mapped(file: BinaryIO, size: int) -> tuple[Tensor, bool]:
     """Return the file's bytes, [size] uint8, mapped but not to be written to, and whether in large pages. Raises OSError."""
     if not HUGE_PAGES.is_taken:  # not `is_there`: files can have large pages where private memory has none
-        with contextlib.suppress(OSError):
+        try:
             view, is_large = huge_pages.map_file(file.fileno(), size)
             return torch.frombuffer(view, dtype=torch.uint8), is_large
+        except OSError as error:
+            if error.errno in (errno.EIO, errno.EFAULT):  # a step would end the process that reads there
+                raise UnusableFile(f"the file cannot be read ({error.strerror})") from error
     # Private, so that it counts as writable, which torch wants; its pages are shared all the same, as nothing writes to them.
     return torch.frombuffer(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY), dtype=torch.uint8), False
 

@@ -15,6 +15,7 @@ namespace pdmesh {
 constexpr int kTileTarget = 48;    // rows of an attention tile: enough to hide the loads of keys
 constexpr int kLatentTarget = 128; // the same where each tile lays out its keys anew
 constexpr int kSplitQueries = 16;  // sequences with more queries in a step are not split over their keys
+constexpr int64_t kMostPartialRows = 1 << 15;  // results that are kept apart at most, where heads are read together
 
 // What one thread computes at a time: a tile of queries against all its chunks, or (split) one chunk with its result kept apart.
 struct Item {
@@ -59,11 +60,12 @@ class AttentionPlan {
         int64_t tiles = 0;
         for (int s = 0; s < step.num_seqs; s++) tiles += (queries_of(s) + tile_queries_ - 1) / tile_queries_ * num_heads_;
         int num_partials = 0, most_queries = 1;
+        const int most_split = std::min(kSplitQueries, tile_queries_);
         for (const Family& family : families_)
-            if (family.queries <= kSplitQueries) most_queries = std::max(most_queries, family.queries);
+            if (family.queries <= most_split) most_queries = std::max(most_queries, family.queries);
         partial_rows = round_up(most_queries * groups_, 16);
         // The heads of a block lie side by side in memory: split, they are read one after the other, as memory sends them fastest.
-        const bool may_split = num_heads_ > 1 || (team_size_ > 1 && tiles < 8 * team_size_);
+        const bool may_split = (num_heads_ > 1 && rows_of_all_partials(step) <= kMostPartialRows) || (team_size_ > 1 && tiles < 8 * team_size_);
         for (const Family& family : families_)
             for (int head = 0; head < num_heads_; head++) {
                 const int shared_partial = num_partials;
@@ -103,6 +105,14 @@ class AttentionPlan {
             const int count = std::min(tile_queries_, num - q), last = step.context_lens[s] - num + q + count;
             items.push_back({s, head, q, count, 0, (last + kChunk - 1) / kChunk, -1});
         }
+    }
+
+    // If every sequence that may be split is.
+    int64_t rows_of_all_partials(const PdmeshStep& step) const {
+        int64_t chunks = 0;
+        for (int s = 0; s < step.num_seqs; s++)
+            if (queries_of(s) <= std::min(kSplitQueries, tile_queries_)) chunks += (step.context_lens[s] + kChunk - 1) / kChunk;
+        return chunks * num_heads_ * partial_rows;
     }
 
     void plan_families(const PdmeshStep& step) {

@@ -59,7 +59,7 @@ struct Buffer {  // grows, never shrinks; contents are lost when it grows
 // Bytes from a prepared row to the next: an odd number of lines, or rows of a power of two would all lie in the same sets of a cache.
 inline size_t row_stride(int units) { return static_cast<size_t>(round_up(units * 4, 64) | 64); }
 
-constexpr int kSpareRows = 32;  // so many, or a multiple, have room
+constexpr int kSpareRows = 32;  // a block of matrix tiles begins at any row, and reads so many from there on
 
 struct RowBuffer {
     Buffer<uint8_t> data;
@@ -68,7 +68,7 @@ struct RowBuffer {
     Buffer<Outliers> outliers;
     // Room for the rows of any of these maps, and for those that a matrix tile reads beside them.
     void reserve(const PdmeshLinear& linear, int num_rows) {
-        num_rows = round_up(num_rows, kSpareRows);
+        num_rows += kSpareRows;
         const size_t scales_of_rows = static_cast<size_t>(num_groups(linear)) * num_rows;
         data.reserve(row_stride(row_units(linear)) * num_rows + 64);
         scales.reserve(scales_of_rows);

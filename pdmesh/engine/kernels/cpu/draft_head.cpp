@@ -10,6 +10,7 @@
 
 #include "abi.h"
 #include "activations.h"
+#include "buffers.h"
 #include "gemm.h"
 #include "parallel.h"
 #include "rows.h"
@@ -69,7 +70,7 @@ class OwnRows {
   public:
     void reserve(const PdmeshLinear& linear, int num_rows) {
         const size_t groups = static_cast<size_t>(num_groups(linear)) * num_rows;
-        data_.reserve(row_bytes(linear) * num_rows + 64);
+        data_.reserve(row_bytes(linear) * (num_rows + kSpareRows) + 64);  // matrix tiles read some beside them
         scales_.reserve(groups);
         sums_.reserve(groups);
         outliers_.reserve(num_rows);

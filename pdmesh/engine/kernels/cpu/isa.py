@@ -9,6 +9,7 @@ import os
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from pdmesh.platform import fallbacks, linux
@@ -17,6 +18,7 @@ from pdmesh.platform.capabilities import CPU_TIERS
 VARIABLE = "PDMESH_CPU_ISA"
 
 
+@cache
 def _may_use_tiles() -> bool:
     """Return whether the system lets this process use matrix tiles. It has to be asked before a thread uses them."""
     try:

@@ -75,12 +75,15 @@ inline void round_numbers(const KVGeometry& kv, const float* x, uint8_t* out, fl
     } else if (kv.format == kBFloat16) {
         for (int d = 0; d < dim; d += 16) f_store_bf16(reinterpret_cast<uint16_t*>(out) + d, f_load(x + d));
     } else {
-        F most = f_zero();
-        for (int d = 0; d < dim; d += 16) most = f_max(most, f_abs(f_load(x + d)));
+        F most = f_zero(), finite = f_zero();  // the latter is NaN where a number is NaN or infinite: integers would hide it
+        for (int d = 0; d < dim; d += 16) {
+            most = f_max(most, f_abs(f_load(x + d)));
+            finite = f_fma(f_load(x + d), f_zero(), finite);
+        }
         const float peak = f_hmax(most);
         const F factor = f_set(peak > 0 ? 127.0f / peak : 0.0f);
         for (int d = 0; d < dim; d += 16) f_store_i8(reinterpret_cast<int8_t*>(out) + d, f_load(x + d) * factor);
-        *scale = peak / 127.0f;
+        *scale = peak / 127.0f + f_sum(finite);
     }
 }
 

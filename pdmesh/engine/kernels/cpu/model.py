@@ -257,7 +257,8 @@ class PackedRope:
 @dataclass(frozen=True)
 class PackedWeights:
     """`embedding` [vocab, hidden] float32 or bfloat16; `positions` [max_context, hidden] float32, learned ones; `temperatures`
-    [max_context] float32, factors of queries."""
+    [max_context] float32, factors of queries. `mapped_bytes` of the weights are pages of a file, which the system counts as
+    free."""
 
     layers: list[PackedLayer]
     norm: PackedNorm
@@ -269,6 +270,7 @@ class PackedWeights:
     max_context: int
     embedding_norm: PackedNorm | None = None
     temperatures: Tensor | None = None
+    mapped_bytes: int = 0
 
     @property
     def bytes_per_step(self) -> int:

@@ -43,10 +43,16 @@ inline int32_t sum_of(const int8_t* x, int count) {
     return sum;
 }
 
-// out = x / limit * 127 rounded, cut to [-limit, limit]; returns the sum of what it wrote.
-inline int32_t quantize(const float* x, int count, float limit, int8_t* out) {
+// out = x / limit * 127 rounded, cut to [-limit, limit], in units of `scale`; returns the sum of what it wrote.
+inline int32_t quantize(const float* x, int count, float limit, int8_t* out, float* scale) {
+    F finite = f_zero();  // stays 0, but NaN where a number is NaN or infinite: integers would hide it
     const F factor = f_set(limit > 0 ? 127.0f / limit : 0.0f), high = f_set(limit), low = f_set(-limit);
-    for (int i = 0; i < count; i += 16) f_store_i8(out + i, f_max(f_min(f_load(x + i), high), low) * factor);
+    for (int i = 0; i < count; i += 16) {
+        const F numbers = f_load(x + i);
+        finite = f_fma(numbers, f_zero(), finite);
+        f_store_i8(out + i, f_max(f_min(numbers, high), low) * factor);
+    }
+    *scale = limit / 127.0f + f_sum(finite);
     return sum_of(out, count);
 }
 
@@ -61,8 +67,7 @@ inline void quantize_groups(const float* x, const PdmeshLinear& linear, int8_t* 
     for (int g = 0; g * linear.group < linear.k; g++) {
         const int first = g * linear.group;
         const float limit = largest(x + first, linear.group);
-        scales[g] = limit / 127.0f;
-        sums[g] = quantize(x + first, linear.group, limit, out + first);
+        sums[g] = quantize(x + first, linear.group, limit, out + first, scales + g);
     }
 }
 
@@ -100,8 +105,7 @@ inline void quantize_row(const float* x, int padded, int num_units, float* maxim
         maxima[outliers->unit[t]] = -1.0f;  // out of the race; units beyond the row are 0 and never lead before it
     }
     const float limit = largest_of(maxima, padded_units);
-    *scale = limit / 127.0f;
-    *sum = quantize(x, padded, limit, out);
+    *sum = quantize(x, padded, limit, out, scale);
     // The outliers' numbers fill one vector.
     static_assert(kOutliers * 4 == kPanel);
     alignas(64) float cut[kPanel];

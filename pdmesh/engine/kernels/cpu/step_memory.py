@@ -1,6 +1,7 @@
 """The memory of a step's buffers in the CPU kernels, from shapes alone: buffers.h and `reserve` in step.cpp.
 
-Not counted: what attention keeps for contexts that are split over threads, which grows with them.
+Not counted: what attention keeps for contexts that are split, kMostPartialRows (attention_plan.h) rows of a head at most but for
+what lets few sequences occupy all threads.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def _most(parts: Sequence[tuple[int, int, int]]) -> int:
 def _row_parts(linear: PackedLinear, num_rows: int) -> tuple[int, int, int]:
     """Return the bytes of a product's rows, of their scales and sums, and of their outliers."""
     stride = -(-linear.num_inputs * _BYTES_OF_ROWS[linear.format] // 64) * 64 | 64
-    num_rows = -(-num_rows // _SPARE_ROWS) * _SPARE_ROWS
+    num_rows += _SPARE_ROWS
     groups = linear.num_inputs // linear.group if linear.format == "int4" else 1
     return stride * num_rows, 2 * _FLOAT * groups * num_rows, _OUTLIERS_BYTES * num_rows
 

@@ -4,15 +4,15 @@
 //     exact NAME BITS            a hash of results that all tiers share
 //     bits NAME BITS             of results that depend on whether the tier fuses multiplications and additions
 //     bf16 NAME BITS             the same with products of bf16 pairs, for which some processors have instructions that round otherwise
-#if defined(PDMESH_ISA_AMX)
+#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-#endif
 
 #include <algorithm>
 #include <cinttypes>
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <string>
@@ -58,13 +58,25 @@ float from_bf16(uint16_t x) {
 }
 float rounded(float x) { return from_bf16(to_bf16(x)); }
 
+// Zeros that end where the process may not read: what reads beyond them ends it.
+struct Guarded {
+    uint8_t* begin = nullptr;
+    uint8_t* reserve(size_t bytes) {
+        const size_t page = sysconf(_SC_PAGESIZE), whole = (bytes + page - 1) / page * page;
+        void* memory = mmap(nullptr, whole + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (memory == MAP_FAILED || mprotect(static_cast<uint8_t*>(memory) + whole, page, PROT_NONE) != 0) std::abort();
+        return begin = static_cast<uint8_t*>(memory) + whole - bytes;  // for as long as the program runs
+    }
+    uint8_t* get() const { return begin; }
+};
+
 // ---- products --------------------------------------------------------------------------------------------------------------
 
 constexpr int kInputs = 128, kOutputs = 7 * kPanel, kRows = 41;
 
 // Weights and rows of one format, and what each output is: an exact number, and the sum of the magnitudes of what it adds up.
 struct Product {
-    Buffer<uint8_t> weights, data;
+    Guarded weights, data;
     std::vector<float> scales, row_scales;
     std::vector<int32_t> sums;
     std::vector<Outliers> outliers;
@@ -76,12 +88,17 @@ struct Product {
     Product(int32_t format, int group, Random random)
         : scales(kOutputs, 1.0f), row_scales(kRows * kInputs / group, 1.0f), sums(row_scales.size()), outliers(kRows),
           expected(kRows * kOutputs), size(expected.size()) {
-        linear = {format, kOutputs, kInputs, format == kInt4 ? group : 0, weights.reserve(kOutputs * kInputs * 4), scales.data(), nullptr};
+        linear = {format, kOutputs, kInputs, format == kInt4 ? group : 0, weights.reserve(weight_bytes(format, group)), scales.data(), nullptr};
         const int units = format == kWideBFloat16 ? kInputs : row_units(linear);
-        rows = {data.reserve(kRows * kInputs * 4), static_cast<size_t>(units) * 4, units, row_scales.data(), sums.data(), num_groups(linear), outliers.data()};
+        rows = {data.reserve((kRows + kSpareRows) * static_cast<size_t>(units) * 4), static_cast<size_t>(units) * 4, units, row_scales.data(), sums.data(), num_groups(linear), outliers.data()};
         if (format == kInt8) fill_int8(random);
         else if (format == kInt4) fill_int4(random);
         else fill_floats(random, format);
+    }
+
+    static size_t weight_bytes(int32_t format, int group) {
+        if (format == kInt4) return static_cast<size_t>(kOutputs / kPanel) * kInputs / group * (group / 8 * kUnit + kUnit);
+        return static_cast<size_t>(kOutputs) * kInputs * (format == kFloat32 ? 4 : format == kInt8 ? 1 : 2);
     }
 
     void add(int row, int output, double w, double a) {
