@@ -233,7 +233,7 @@ class Measured:
 
 
 def behind(name: str, rivals: Sequence[str], medians: Mapping[str, float], share: float) -> bool:
-    """Return whether a case's median is less than this share of the fastest of its rivals': more samples would not change who is
-    the fastest. Pure."""
+    """Return whether a case's median is less than this share of the fastest of its rivals': more samples would not change
+    which is the fastest. Pure."""
     fastest = max((medians[rival] for rival in rivals if rival in medians), default=math.inf)
     return name in medians and medians[name] < share * fastest

@@ -1,4 +1,4 @@
-"""The parts of `make bench-cpu` that have peers: who takes part, how much is measured, and what is asked for."""
+"""The parts of `make bench-cpu` that have peers: which take part, how much is measured, and what is asked for."""
 
 from __future__ import annotations
 

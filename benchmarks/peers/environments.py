@@ -20,7 +20,7 @@ from typing import Literal
 
 from pdmesh.models.catalogue import Progress, cache_folder, exclusive
 
-# Who takes part in `make bench-cpu`: our engine in its formats and the peers, with the versions that were tried.
+# What takes part in `make bench-cpu`: our engine in its formats and the peers, with the versions that were tried.
 
 
 # The formats of model files that contestants read; `weights` makes them.

@@ -302,7 +302,7 @@ def test_what_a_killed_process_left_is_removed(start: Start) -> None:
     assert not left.exists()
 
 
-def test_nobody_writes_to_the_file_by_mistake(start: Start) -> None:
+def test_no_process_writes_to_the_file_by_mistake(start: Start) -> None:
     start()
     assert start.file.stat().st_mode & 0o222 == 0
 

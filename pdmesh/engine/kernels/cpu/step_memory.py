@@ -1,7 +1,7 @@
 """The memory of a step's buffers in the CPU kernels, from shapes alone: buffers.h and `reserve` in step.cpp.
 
-Not counted: what attention keeps for contexts that are split, kMostPartialRows (attention_plan.h) rows of a head at most but for
-what lets few sequences occupy all threads.
+Not counted: results of attention whose contexts are split, at most kMostPartialRows (attention_plan.h) rows of a head's values,
+or what a few sequences have that are split to occupy all threads.
 """
 
 from __future__ import annotations
