@@ -9,7 +9,6 @@ import os
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 from pdmesh.platform import fallbacks, linux
@@ -18,7 +17,6 @@ from pdmesh.platform.capabilities import CPU_TIERS
 VARIABLE = "PDMESH_CPU_ISA"
 
 
-@cache
 def _may_use_tiles() -> bool:
     """Return whether the system lets this process use matrix tiles. It has to be asked before a thread uses them."""
     try:
