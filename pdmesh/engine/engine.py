@@ -112,7 +112,6 @@ class Engine:
         """Load the model unless one is given, and make the proposers that `config` names unless some are given.
 
         `hash_block(parent, token_ids) -> bytes` chains the hashes of the prefix cache. `clock`: seconds, by which retention ends.
-
         Raises ValueError for impossible settings, and what the loader and the KV pool raise.
         """
         config.validate()
@@ -312,6 +311,7 @@ class Engine:
             plan = self._next_plan(started_ns, drafts)
             if not plan.pieces:
                 self._scheduler.in_step = frozenset()
+                self._runner.forget_input()
                 self.check_integrity()
                 return None
             self.kv.reach(self._pool.highest_used)

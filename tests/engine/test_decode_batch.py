@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import random
+import weakref
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from pdmesh.adapter_id import AdapterId
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.errors import RequestTooLarge
 from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.runner.batch import StepBatch
 from pdmesh.engine.runner.decode_batch import DecodeBatch
 from pdmesh.engine.runner.model_runner import KeptInput, build_batch
 from pdmesh.engine.scheduler.scheduler import ScheduledSequence, SchedulerOutput
@@ -113,6 +117,30 @@ def test_the_same_tokens_as_without(backend: str, tmp_path: Path) -> None:
     assert tokens(answers) == tokens(expected)
     assert answers["long", 0].logprobs == expected["long", 0].logprobs
     assert watch.num_repeats > 500
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_idle_engine_keeps_nothing_of_its_last_steps(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the batch nor the logits; while sequences run it keeps both."""
+    model = Model.make(tmp_path, backend)
+    engine, seen, forward = model.engine(), list[weakref.ref[object]](), model.loaded.model.forward
+
+    def watched(batch: StepBatch, *rest: Any) -> Tensor:
+        logits = forward(batch, *rest)
+        seen[:] = [weakref.ref(batch), weakref.ref(logits)]
+        return logits
+
+    monkeypatch.setattr(model.loaded.model, "forward", watched)
+    request = EngineRequest("a", tuple(range(5, 25)), SamplingParams(max_tokens=9, ignore_eos=True))
+    assert engine.add(request)
+    while engine.has_work:
+        assert engine.step() is not None
+    batch, _ = seen
+    assert isinstance(batch(), DecodeBatch)
+    assert engine.step() is None
+    assert [each() for each in seen] == [None, None]
+    monkeypatch.undo()
+    assert tokens(run(engine, request)) == tokens(run(model.engine(), request))
 
 
 def decoding(name: str, num_tokens: int, blocks: list[int], adapter: AdapterId | None = None) -> Sequence:

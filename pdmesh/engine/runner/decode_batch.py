@@ -2,7 +2,7 @@
 
 Such a step differs from the one before it by one token for each sequence. What is short is read from the sequences again: their
 last tokens, positions and slots. Block tables, which grow with the context, are only appended to, as are the blocks of a sequence
-that decodes.
+that decodes. What is kept goes when no sequence runs any more: the logits of 64 sequences over a vocabulary of 150 000 take 38 MB.
 
     tables, kept   | seq 0: b b b b · · · · | seq 1: b b · · · · · · |     a row for each sequence, with room for more blocks
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence as Sequence_
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -30,6 +30,8 @@ class DecodeBatch(StepBatch):
     lens: array[int]  # [B] int32: context_lens
     tables: array[int]  # [B, row_blocks] int32: block_tables, and zeros behind them
     row_blocks: int
+    made: list[object] = field(default_factory=list, compare=False)
+    """What a model keeps for the next step with this batch, which holds it: it goes with the batch."""
 
     @classmethod
     def of(cls, sequences: Sequence_[Sequence], block_size: int, adapter_slots: tuple[int, ...] = ()) -> DecodeBatch:

@@ -137,6 +137,10 @@ class ModelRunner:
             for sequence, token in zip(kept.sequences, tokens, strict=True)
         }
 
+    def forget_input(self) -> None:
+        """Drop what was kept for a further step of the same sequences, and what the model keeps with it: none of them runs."""
+        self._kept = None
+
     def _verified_alone(self, token: SampledToken) -> Verified | None:
         return Verified(NOTHING, (token.token_id,)) if self._has_speculator else None
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 
@@ -279,7 +280,8 @@ class PackedWeights:
 
 
 class PackedStep:
-    """Hold a step as the kernels read it: `struct`, which lacks the profile, and all that it points to."""
+    """Hold a step as the kernels read it: `struct`, which lacks the profile, and all that it points to but the batch, which may
+    hold this step."""
 
     def __init__(
         self,
@@ -291,7 +293,8 @@ class PackedStep:
         hidden: Tensor | None,
     ) -> None:
         """`logits`, and `hidden` if it is given, are filled. `adapters`: what the batch's slots name; None: nothing."""
-        self.batch, self.kv, self.logits, self.adapters = batch, kv, logits, adapters
+        self._batch = weakref.ref(batch)
+        self.kv, self.logits, self.adapters = kv, logits, adapters
         self._signal, self._hidden, self._tails = signal, hidden, _tails(batch.tails)
         self._tables, self._slots = _tables(batch), _int32(batch.adapter_slots)
         self.struct = abi.Step(
@@ -317,7 +320,7 @@ class PackedStep:
     def is_of(self, batch: StepBatch, kv: Tensor, signal: LayerReadiness | None, hidden: Tensor | None) -> bool:
         """Return whether it is the step of this batch, whose tensors stay where they are, without a signal and hidden states."""
         has_more = any(each is not None for each in (signal, hidden, self._signal, self._hidden))
-        return self.batch is batch and self.kv is kv and not has_more
+        return self._batch() is batch and self.kv is kv and not has_more
 
 
 class NativeModel:
@@ -345,7 +348,7 @@ class NativeModel:
         self.adapters: abi.AdapterTable | None = None  # what the slots of a batch's adapters name
         self._library = library
         self._kv_dtype, self._block_size, self._num_threads = kv_dtype, block_size, num_threads
-        self._kept_step: PackedStep | None = None  # of the last DecodeBatch
+        self._kept_step: Callable[[], PackedStep | None] = _nothing  # of the last DecodeBatch, which holds it
         self._expert_counts = [_counts(layer) for layer in weights.layers]
         # The engine reads them in every step.
         self._experts = [
@@ -401,10 +404,13 @@ class NativeModel:
 
     def forward(self, batch: StepBatch, kv: Tensor, signal: LayerReadiness | None = None, hidden: Tensor | None = None) -> Tensor:
         """See DecoderModel.forward. `batch.logits_rows` ascend. Raises ValueError for a pool of another kind."""
-        packed = self._kept_step
+        packed = self._kept_step()
         if packed is None or not packed.is_of(batch, kv, signal, hidden) or packed.adapters is not self._adapters_of(batch):
             packed = self._packed(batch, kv, signal, hidden)
-            self._kept_step = packed if isinstance(batch, DecodeBatch) else None
+            self._kept_step = _nothing
+            if isinstance(batch, DecodeBatch):
+                batch.made[:] = [packed]
+                self._kept_step = weakref.ref(packed)
         packed.struct.profile = None if self.profile is None else ctypes.pointer(self.profile)
         if self._library.pdmesh_engine_step(self._handle, ctypes.byref(packed.struct)):
             raise MemoryError(f"no memory for the buffers of a step of {batch.num_tokens} tokens; lower max_num_batched_tokens")
@@ -548,6 +554,10 @@ def kv_head_dim(head_size: int, kv_dtype: torch.dtype) -> int:
 
 def _counts(layer: PackedLayer) -> Tensor | None:
     return torch.zeros(layer.mlp.config.num_experts, dtype=torch.int64) if isinstance(layer.mlp, PackedExperts) else None
+
+
+def _nothing() -> None:
+    return None
 
 
 def _check_hidden(hidden: Tensor, shape: tuple[int, int]) -> None:
