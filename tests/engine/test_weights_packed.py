@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
@@ -91,6 +94,28 @@ class Start:
 
     def packed(self) -> PackedWeights:
         return NativeBuilder(open_checkpoint(self.model)[0], self.numerics, 64).build(lambda _share, _text: None)
+
+
+HOLDER = """
+import fcntl, os, sys
+with open(sys.argv[1], "w") as file:
+    fcntl.flock(file, fcntl.LOCK_EX)
+    file.write(f"{os.getpid()}\\n")
+    file.flush()
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def held_by_another(start: Start) -> Iterator[subprocess.Popen[str]]:
+    """Another process that packs the same weights, and comes to no end before it is told to."""
+    start.cache.folder.mkdir(exist_ok=True)
+    command = [sys.executable, "-c", HOLDER, str(start.cache.folder / f".{start.name.text}.lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        yield other
+        other.kill()
 
 
 @pytest.fixture
@@ -333,3 +358,29 @@ def test_small_weights_are_not_kept(llama: Path, tmp_path: Path) -> None:
 def test_off() -> None:
     assert PackedCache.configured("off") is None
     assert PackedCache.configured("20") == PackedCache(cache_folder() / "packed", 20 * 10**9)
+
+
+def test_another_process_that_never_ends_packing_is_not_waited_for_longer_than_allowed(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    """This one packs for itself and writes nothing; the next one, when the other has gone, does."""
+    patient, start.cache = start.cache, replace(start.cache, wait_s=0.3)
+    with held_by_another(start) as other, caplog.at_level(logging.INFO):
+        assert_equal(start(), start.packed())
+        waiting, given_up = (record.message for record in caplog.records)
+        assert f"process {other.pid} packs the same weights" in waiting and "after 0 s they are packed here" in waiting
+        assert f"process {other.pid} has packed the same weights" in given_up and "--packed-cache=off" in given_up
+        assert entries(start.cache.folder) == [] and start.num_packings == 1
+    start.cache = patient
+    assert_equal(start(), start.packed())
+    assert start.file.exists() and start.num_packings == 2
+
+
+def test_another_process_that_ends_in_time_is_waited_for(
+    start: Start, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with held_by_another(start) as other, caplog.at_level(logging.INFO):
+        monkeypatch.setattr(packed_cache.time, "sleep", lambda _seconds: (other.kill(), other.wait()))
+        assert_equal(start(), start.packed())
+    assert start.file.exists() and start.num_packings == 1
+    assert f"process {other.pid} packs the same weights" in caplog.text and "not kept" not in caplog.text

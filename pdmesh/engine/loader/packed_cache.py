@@ -8,7 +8,7 @@ all workers of a host share the pages.
 KEY is a hash of everything that decides the bytes: the model's hash with its overrides, the format of the weights, the dtype of
 the rest, the sources that read, quantize and lay out, and torch's version. So a file is right or has another name. A file that is
 damaged, cut off or foreign is packed anew and replaced. A folder that cannot be written, or a full disk, costs one warning, and
-each start packs.
+each start packs. So does another process that packs the same and does not come to an end: it is waited for, but not for ever.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TextIO
 
 import torch
 
@@ -44,6 +45,9 @@ MIN_BYTES = 32 * 2**20
 _MOST_BYTES = 64 * 10**9
 _SUFFIX = ".packed"
 _ABANDONED_S = 24 * 3600.0
+# Packing takes some seconds for a GB on two idle cores; this is ten times as much: what takes longer hangs.
+_WAIT_S, _WAIT_S_PER_GB = 60.0, 30.0
+_WAIT_STEP_S, _WAIT_LOG_S = 0.1, 10.0
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +55,13 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class PackedCache:
     """Keep packed weights in `folder`. `max_bytes` bounds all of them together; None: half of what the disk has for them, 64 GB
-    at most. Weights below `min_bytes` are not kept."""
+    at most. Weights below `min_bytes` are not kept. `wait_s`: seconds to wait for another process that packs the same, before this
+    one packs for itself alone; None: by the size of the weights."""
 
     folder: Path
     max_bytes: int | None = None
     min_bytes: int = MIN_BYTES
+    wait_s: float | None = None
 
     @staticmethod
     def configured(setting: str) -> PackedCache | None:
@@ -76,7 +82,11 @@ class PackedCache:
         with contextlib.ExitStack() as stack:
             try:
                 self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                stack.enter_context(_exclusive(self._lock(name), lambda text: progress(0.0, text)))
+                wait_s = _WAIT_S + _WAIT_S_PER_GB * num_bytes / 1e9 if self.wait_s is None else self.wait_s
+                stack.enter_context(_exclusive(self._lock(name), wait_s, lambda text: progress(0.0, text)))
+            except _HeldTooLong as error:
+                _warn(str(error))
+                return self._find(name, config, level=logging.DEBUG) or pack(progress)
             except OSError as error:
                 _warn(f"{self.folder} cannot be written ({error.strerror})")
                 return pack(progress)
@@ -261,16 +271,52 @@ def _write_stamp(path: Path, found: os.stat_result) -> None:
         raise
 
 
+class _HeldTooLong(Exception):
+    """Another process holds the lock for longer than this one may wait. The message says which, and what to do."""
+
+
 @contextlib.contextmanager
-def _exclusive(path: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Hold the lock. The kernel releases it when its holder dies."""
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say("waiting for another process that packs the same weights")
-            fcntl.flock(file, fcntl.LOCK_EX)
+def _exclusive(path: Path, wait_s: float, say: Callable[[str], None]) -> Iterator[None]:
+    """Hold the lock. The kernel releases it when its holder dies. Raises _HeldTooLong after `wait_s`, OSError where it cannot be
+    had at all."""
+    with path.open("a+") as file:
+        _lock_within(file, wait_s, say)
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")  # for those that wait
+        file.flush()
         yield
+
+
+def _lock_within(file: TextIO, wait_s: float, say: Callable[[str], None]) -> None:
+    began = time.monotonic()
+    next_log_s = 0.0
+    while not _is_locked(file):
+        if (waited_s := time.monotonic() - began) >= wait_s:
+            raise _HeldTooLong(f"{_holder(file)} has packed the same weights for over {wait_s:.0f} s; if it hangs, end it")
+        if waited_s >= next_log_s:
+            say(f"waiting for {_holder(file)} that packs the same weights")
+            logger.info(
+                "%s packs the same weights (lock %s): waited %.0f s, after %.0f s they are packed here",
+                *(_holder(file), file.name, waited_s, wait_s),
+            )
+            next_log_s += _WAIT_LOG_S
+        time.sleep(min(_WAIT_STEP_S, wait_s))
+
+
+def _is_locked(file: TextIO) -> bool:
+    """Try to take the lock; return whether this process has it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _holder(file: TextIO) -> str:
+    """Return the process that holds the lock, as it wrote itself there: by its number within its own container."""
+    file.seek(0)
+    number = file.read(20).strip()
+    return f"process {number}" if number.isdecimal() else "another process"
 
 
 def _warn(problem: str) -> None:
