@@ -1,18 +1,25 @@
-"""The wheel is a guest in other people's environments: it works beside packages that are called as ours are."""
+"""The wheel is a guest in other people's environments: it works beside packages that are called as ours are.
+
+`python -m build` makes it, from the source distribution that it makes first. Tests need no network, so the packages that it declares
+are not downloaded: they are linked from the environment that runs the tests, and no other of that environment's packages is.
+"""
 
 from __future__ import annotations
 
+import importlib.metadata as metadata
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import venv
-from collections.abc import Iterator
-from importlib import metadata
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tests.support.up_command import UpCommand
 
@@ -42,9 +49,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if name.split("/")[0] in INSTALLED | {"protos", "pyproject.toml", "README.md", "LICENSE"} and (ROOT / name).is_file():
             (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / "source" / name)
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder)]
-    subprocess.run([*command, str(folder / "source")], check=True, timeout=300, stdout=subprocess.DEVNULL)
-    (found,) = folder.glob("*.whl")
+    # The build backend is that of this environment: one of its own would be downloaded.
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(folder / "source")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr
+    (found,), (_sources,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
     return found
 
 
@@ -69,8 +78,45 @@ def install(wheel: Path, folder: Path) -> Path:
     venv.create(folder, with_pip=False)
     (site,) = folder.glob("lib/python*/site-packages")
     pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin/python"), "--disable-pip-version-check"]
-    subprocess.run([*pip, "install", "--quiet", "--no-deps", "--no-index", str(wheel)], check=True, timeout=120)
+    subprocess.run([*pip, "install", "--quiet", "--no-deps", "--no-index", "--no-compile", str(wheel)], check=True, timeout=120)
     return site
+
+
+def declared(site: Path, extra: str) -> set[str]:
+    """Return the distributions that `pip install pdmesh[extra]` brings along here, for the pdmesh in `site`, by their names."""
+    (pdmesh,) = metadata.distributions(path=[str(site)])
+    todo = [(each, {extra, ""}) for each in map(Requirement, pdmesh.requires or ())]
+    found, done = set[str](), set[tuple[str, frozenset[str]]]()
+    while todo:
+        each, extras = todo.pop()
+        if each.marker is not None and not any(each.marker.evaluate({"extra": wanted}) for wanted in extras):
+            continue
+        name, key = canonicalize_name(each.name), (canonicalize_name(each.name), frozenset(each.extras))
+        if key in done:
+            continue
+        done.add(key)
+        found.add(name)
+        requires = pdmesh.requires if name == "pdmesh" else metadata.requires(name)
+        todo += [(below, {*each.extras, ""}) for below in map(Requirement, requires or ())]
+    return found - {"pdmesh"}
+
+
+def link(names: Iterable[str], site: Path) -> None:
+    """Link the files of distributions of this environment; whole folders where no other distribution has files in them."""
+    files = {canonicalize_name(each.name): each.files or () for each in metadata.distributions()}
+    owners: dict[str, set[str]] = defaultdict(set)
+    for name, listed_files in files.items():
+        for file in listed_files:
+            owners[file.parts[0]].add(name)
+    for name in map(canonicalize_name, names):
+        for file in files[name]:
+            top = file.parts[0]
+            if top in ("..", "__pycache__"):
+                continue
+            target = Path(top) if len(owners[top]) == 1 else Path(file)
+            (site / target).parent.mkdir(parents=True, exist_ok=True)
+            if not (site / target).exists():
+                (site / target).symlink_to(Path(str(metadata.distribution(name).locate_file(str(target)))))
 
 
 def clean() -> dict[str, str]:
@@ -92,13 +138,7 @@ def test_it_installs_its_packages_with_all_their_files(wheel: Path, tmp_path: Pa
 def test_the_client_works_beside_packages_of_the_same_names(wheel: Path, crowded: Path, tmp_path: Path) -> None:
     """In an environment with the client's declared dependencies alone."""
     site = install(wheel, tmp_path / "environment")
-    for name in CLIENT:
-        distribution = metadata.distribution(name)
-        for file in distribution.files or ():
-            source = Path(str(distribution.locate_file(file)))
-            if ".." not in file.parts and source.is_file():
-                (site / file).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(source, site / file)
+    link(CLIENT, site)
     python = tmp_path / "environment/bin/python"
     shown = subprocess.run(
         [python, "-c", BOTH_PROTOS], cwd=crowded, env=clean(), capture_output=True, text=True, timeout=60, check=False
@@ -108,9 +148,9 @@ def test_the_client_works_beside_packages_of_the_same_names(wheel: Path, crowded
 
 @pytest.fixture
 def environment(wheel: Path, tmp_path: Path) -> Path:
-    """Return the programs of an environment that has the wheel, and all packages that this one has but pdmesh's checkout."""
+    """Return the programs of an environment that has the wheel, the packages that `pdmesh[local]` declares, and no others."""
     site = install(wheel, tmp_path / "environment")
-    (site / "others.pth").write_text(str(Path(str(metadata.distribution("grpcio").locate_file("")))) + "\n")
+    link(declared(site, "local"), site)
     return tmp_path / "environment/bin"
 
 
@@ -131,6 +171,8 @@ def test_programs_import_the_wheel_and_nothing_of_the_checkout(environment: Path
     shown = done.stdout.split()
     assert all(Path(path).is_relative_to(environment.parent) for path in shown[:2])
     assert not any(Path(path) == ROOT for path in shown)
+    others = {path.name for path in environment.parent.glob("lib/python*/site-packages/*")}
+    assert "torch" in others and not others & {"pytest", "hypothesis", "mypy", "scipy", "_pytest", "build"}
 
 
 @pytest.mark.real_model
