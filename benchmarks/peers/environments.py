@@ -24,7 +24,7 @@ from pdmesh.models.catalogue import Progress, cache_folder, exclusive
 
 
 # The formats of model files that contestants read; `weights` makes them.
-Weights = Literal["checkpoint", "published", "bfloat16", "q4_0", "q8_0", "openvino-int8", "openvino-int4"]
+Weights = Literal["checkpoint", "published", "bfloat16", "q4_0", "q4_1", "q8_0", "openvino-int8", "openvino-int4"]
 TORCH = ("install", "torch==2.13.0")
 
 
@@ -115,8 +115,8 @@ PEERS = (
     Contestant("llama.cpp Q4_1", "llama.cpp", "published", 0.73, LLAMA_CPP, bits=4),
     _TRANSFORMERS_BF16,
 )
-# On models of 1 and 3 billion weights: 8 bits against 8 and more, 4 against 4. Where llama.cpp has kernels of its own for 4 bits,
-# they are those of Q4_0.
+# On models of 1 and 3 billion weights: 8 bits against 8 and more, 4 against 4. llama.cpp has kernels of its own for Q4_0; Q4_1 is
+# the nearest to our 4 bits: a scale and a minimum for each 32 weights.
 OURS_LARGE = (PDMESH_INT8, PDMESH_INT4)
 PEERS_LARGE = (
     _OPENVINO_INT8,
@@ -125,6 +125,7 @@ PEERS_LARGE = (
     _TRANSFORMERS_BF16,
     Contestant("OpenVINO GenAI int4", "openvino", "openvino-int4", 0.52, OPENVINO, bits=4),
     Contestant("llama.cpp Q4_0", "llama.cpp", "q4_0", 0.5625, LLAMA_CPP, bits=4),
+    Contestant("llama.cpp Q4_1", "llama.cpp", "q4_1", 0.625, LLAMA_CPP, bits=4),
 )
 
 

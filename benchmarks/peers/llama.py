@@ -1,6 +1,6 @@
 """llama.cpp through its C interface: one `llama_batch` a step over all sequences, each with a KV stream of its own.
 
-`python -m benchmarks.peers.llama IN.gguf OUT.gguf q8_0|q4_0`, under its own environment, quantizes all weights.
+`python -m benchmarks.peers.llama IN.gguf OUT.gguf q8_0|q4_0|q4_1`, under its own environment, quantizes all weights.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def load(options: Options) -> Loaded:
 def quantize(source: str, target: str, kind: str) -> int:
     """Its status: 0 where all went well."""
     params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype = {"q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, "q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0}[kind]
+    params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind.upper()}")
     params.pure = True  # else some matrices keep more bits, as suits real weights
     params.allow_requantize = True
     params.nthread = 2

@@ -3,7 +3,7 @@
 $PDMESH_CACHE/peers/weights/NAME/                 random weights (`shapes`)
 $PDMESH_CACHE/peers/weights/NAME-bf16/            a converted folder rounded to bfloat16, for vLLM and transformers
 $PDMESH_CACHE/peers/weights/NAME.Q8_0.gguf        for llama.cpp, by its own quantizer (of random weights: by gguf's)
-$PDMESH_CACHE/peers/weights/NAME.Q4_0.gguf        the same
+$PDMESH_CACHE/peers/weights/NAME.Q4_0.gguf        the same, by its own quantizer from Q8_0 where that was random weights; .Q4_1
 $PDMESH_CACHE/peers/weights/NAME-openvino-int8/   OpenVINO's own format, by optimum-intel and nncf; -int4 with groups of 128
 """
 
@@ -69,7 +69,7 @@ def ensure_weights(subject: Subject, weights: Weights, say: Progress) -> Path:
         return subject.folder(say)
     if weights == "published":
         return ensure_gguf_of(subject.name, say)
-    suffix = {"bfloat16": "-bf16", "q8_0": ".Q8_0.gguf", "q4_0": ".Q4_0.gguf"}.get(weights, f"-{weights}")
+    suffix = {"bfloat16": "-bf16", "q8_0": ".Q8_0.gguf", "q4_0": ".Q4_0.gguf", "q4_1": ".Q4_1.gguf"}.get(weights, f"-{weights}")
     target = peers_folder() / "weights" / f"{subject.name}{suffix}"
     source = _source(subject, weights, say)
     with exclusive(target, say):

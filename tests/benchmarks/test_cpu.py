@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,8 +20,8 @@ from benchmarks.cpu.own import Held, kv_figures, memory_figures
 from benchmarks.cpu.parts import Found, side_by_side
 from benchmarks.engine_runs import make_engine
 from benchmarks.harness import Figure, Kept
-from benchmarks.peers import shapes
-from benchmarks.peers.environments import OURS, OURS_LARGE, PEERS, PEERS_LARGE, Contestant, PeerError
+from benchmarks.peers import shapes, weights
+from benchmarks.peers.environments import OURS, OURS_LARGE, PEERS, PEERS_LARGE, Contestant, Environment, PeerError, Weights
 from benchmarks.peers.servers import Child
 from benchmarks.peers.shapes import EXPERTS_1B, LLAMA_1B, LLAMA_3B, Shape
 from benchmarks.peers.weights import Subject, random
@@ -265,6 +265,30 @@ def test_random_weights_are_those_of_their_names(tmp_path: Path, monkeypatch: py
     sizes = ModelSizes.read(folder)
     assert (sizes.expert_weights, sizes.active_share) == (2 * 4 * 3 * 16 * 32, 0.5)
     assert torch.equal(gate, shapes._values("model.layers.1.mlp.experts.3.gate_proj.weight", (16, 32)))
+
+
+@pytest.mark.parametrize("kind", ["q4_0", "q4_1"])
+def test_llama_cpp_makes_4_bits_of_random_weights_in_8(kind: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its converter, which gets the kind by its name; the file is made once."""
+    monkeypatch.setenv("PDMESH_CACHE", str(tmp_path))
+    folder = tmp_path / "peers" / "weights"
+    folder.mkdir(parents=True)
+    (folder / f"{TINY.name}.Q8_0.gguf").write_bytes(b"8 bits")
+    monkeypatch.setattr(Subject, "folder", lambda *_: tmp_path)
+    asked = []
+
+    def convert(_environment: Environment, module: str, arguments: Sequence[object], made: Path, *_: object) -> None:
+        asked.append((module, *arguments))
+        made.write_bytes(b"4 bits")
+
+    monkeypatch.setattr(weights, "_convert", convert)
+    (four,) = (each for each in PEERS_LARGE if each.weights == kind)
+    assert (four.library, four.bits, four.name) == ("llama.cpp", 4, f"llama.cpp {kind.upper()}")
+    for _ in range(2):
+        made = weights.ensure_weights(random(TINY), kind, lambda _: None)
+        assert made == folder / f"{TINY.name}.{kind.upper()}.gguf" and made.read_bytes() == b"4 bits"
+    [(module, source, _target, given)] = asked
+    assert (module, source, given) == ("llama", folder / f"{TINY.name}.Q8_0.gguf", kind)
 
 
 @pytest.mark.parametrize(("shape", "billions"), [(LLAMA_1B, 1.24), (LLAMA_3B, 3.21), (EXPERTS_1B, 1.0)])
