@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import count, pairwise
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from pdmesh.doctor.step_limits import Machine, Work, limits_of
@@ -97,12 +98,14 @@ class StepProfiler:
         self._model.sampler = lambda: self._sampler  # type: ignore[method-assign, assignment, return-value]  # this one's only
         self._engine = Engine(config, hash_block=hash_block, loaded=loaded)
         self._numbers = count()
+        self._experts_read: list[Tensor] = []  # of each step of the case, [layers with experts]
         self._machine = Machine.measure(self._numbers_of_products(), self._model.num_threads)
         self.numeric_mode = loaded.numeric_mode
 
     def run(self, case: Case) -> StepProfile:
         """Run the case's steps, each followed by one without a clock inside; return the mean of those whose wall time is in the
         middle half, so that the parts add up."""
+        self._experts_read = []
         pairs = list(self._decode(case) if case.num_seqs else self._prefill(case))
         samples, plain = [parts for parts, _ in pairs], sorted(ns for _, ns in pairs)
         samples.sort(key=lambda parts: sum(parts.values()))
@@ -118,9 +121,12 @@ class StepProfiler:
         return {"int4": "int8", "wide bfloat16": "bfloat16"}.get(kind, kind)
 
     def _work_of(self, case: Case) -> Work:
-        if not case.num_seqs:
-            return Work.prefill(case.context)
-        return Work.decode(case.num_seqs, case.context + _WARM_UP_STEPS + self._num_steps)
+        work = Work.prefill(case.context)
+        if case.num_seqs:
+            work = Work.decode(case.num_seqs, case.context + _WARM_UP_STEPS + self._num_steps)
+        if not self._experts_read:
+            return work
+        return replace(work, experts_read=tuple(torch.stack(self._experts_read).double().mean(0).tolist()))
 
     def _decode(self, case: Case) -> Iterator[tuple[dict[str, int], int]]:
         for _ in range(case.num_seqs):
@@ -155,6 +161,7 @@ class StepProfiler:
 
     def _step(self) -> dict[str, int]:
         self._sampler.ns = 0
+        counts = self._model.expert_counts()
         profile = self._model.profile = Profile()
         times = [time.perf_counter_ns()]
         if (step := self._engine.schedule_step()) is None:
@@ -166,6 +173,8 @@ class StepProfiler:
         times.append(time.perf_counter_ns())
         schedule, compute, postprocess = (end - begin for begin, end in pairwise(times))
         self._model.profile = None
+        if counts is not None and (now := self._model.expert_counts()) is not None:
+            self._experts_read.append((now > counts).sum(1))
         stages = profile.nanoseconds()
         total = stages.pop("total")
         batch = compute - total - self._sampler.ns

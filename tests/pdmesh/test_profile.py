@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from pdmesh import cli
-from pdmesh.doctor.step_limits import Machine, Work
+from pdmesh.doctor.step_limits import Machine, Work, limits_of
 from pdmesh.doctor.step_profile import PYTHON, REST, SAMPLING, Case, StepProfiler
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.kernels.cpu.library import Profile
+from pdmesh.engine.kernels.cpu.model import PackedExperts
+from tests.support.tiny_families import make_tiny_family
 from tests.support.tiny_models import make_tiny_model
 
 STAGES = [*(stage for stage in Profile().nanoseconds() if stage != "total"), REST, SAMPLING, *PYTHON]
@@ -62,3 +64,20 @@ def test_a_limit_is_the_longer_of_bytes_and_operations() -> None:
     assert (machine.nanoseconds(200, 50), machine.nanoseconds(200, 300)) == (100, 300)
     assert Work.prefill(4) == Work(num_tokens=4, num_rows=1, num_pairs=10, num_read=4)
     assert Work.decode(3, 5) == Work(num_tokens=3, num_rows=3, num_pairs=15, num_read=15)
+
+
+def test_of_experts_those_count_that_a_step_reads(tmp_path: Path) -> None:
+    """The products of rows with experts are bounded by what all rows together take, which the kernels count."""
+    model = make_tiny_family(tmp_path, "qwen3_moe")
+    profiler = StepProfiler(EngineConfig(model=str(model), num_threads=1), cases := (Case(1, 20), Case(4, 20)), num_steps=8)
+    profiler._machine = Machine(bytes_per_s=1e9, operations_per_s=1e30, attention_operations_per_s=1e30)  # a ns for a byte
+    mlps = [layer.mlp for layer in profiler._model.weights.layers]
+    layers = [mlp for mlp in mlps if isinstance(mlp, PackedExperts)]
+    dense = sum(mlp.down.num_bytes for mlp in mlps if not isinstance(mlp, PackedExperts))
+    num_experts, top_k, num_bytes = layers[0].config.num_experts, layers[0].config.top_k, layers[0].experts[0].down.num_bytes
+    read = [(profiler.run(case).limits["down"] - dense) / num_bytes / len(layers) for case in cases]
+    assert read[0] == pytest.approx(top_k)
+    assert top_k < read[1] <= min(num_experts, 4 * top_k)
+    kv = profiler._engine.kv.shape
+    with pytest.raises(ValueError, match=f"experts_read: 0 numbers for {len(layers)} layers"):
+        limits_of(profiler._model, kv, Work.decode(1, 20), profiler._machine)
