@@ -1,7 +1,7 @@
 """The wheel is a guest in other people's environments: it works beside packages that are called as ours are.
 
-`python -m build` makes it, from the source distribution that it makes first. Tests need no network, so the packages that it declares
-are not downloaded: they are linked from the environment that runs the tests, and no other of that environment's packages is.
+`python -m build` makes it, from the source distribution that it makes first. Tests need no network, so the packages that it
+declares are not downloaded: they are linked from the environment that runs the tests, and no other of its packages is.
 """
 
 from __future__ import annotations

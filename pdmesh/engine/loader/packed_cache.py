@@ -55,8 +55,8 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class PackedCache:
     """Keep packed weights in `folder`. `max_bytes` bounds all of them together; None: half of what the disk has for them, 64 GB
-    at most. Weights below `min_bytes` are not kept. `wait_s`: seconds to wait for another process that packs the same, before this
-    one packs for itself alone; None: by the size of the weights."""
+    at most. Weights below `min_bytes` are not kept. `wait_s`: seconds to wait for another process that packs the same, before
+    this one packs for itself alone; None: by the size of the weights."""
 
     folder: Path
     max_bytes: int | None = None

@@ -2,7 +2,7 @@
 
 Such a step differs from the one before it by one token for each sequence. What is short is read from the sequences again: their
 last tokens, positions and slots. Block tables, which grow with the context, are only appended to, as are the blocks of a sequence
-that decodes. What is kept goes when no sequence runs any more: the logits of 64 sequences over a vocabulary of 150 000 take 38 MB.
+that decodes. All of it goes when no sequence runs any more: the logits of 64 sequences over 150 000 tokens take 38 MB.
 
     tables, kept   | seq 0: b b b b · · · · | seq 1: b b · · · · · · |     a row for each sequence, with room for more blocks
 """
