@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -107,6 +108,56 @@ def test_the_page_gives_workers_a_disk_that_their_program_takes(tls: TlsConfig) 
     size = quantity(volume["emptyDir"]["sizeLimit"])
     assert config.tiers.kv_disk_gb * 1e9 < size <= quantity(container["resources"]["requests"]["ephemeral-storage"])
     assert workload.pod["securityContext"]["fsGroup"] == workload.pod["securityContext"]["runAsGroup"]
+
+
+def _cpu_workers() -> list[tuple[str, Workload, Manifest]]:
+    found = [(mesh, workload, each) for mesh, workload, each in SERVERS if class_of(each) in (DecodeConfig, PrefillConfig)]
+    return [each for each in found if environment(each[1], each[2]).get("PDMESH_DEVICE", "cpu") == "cpu"]
+
+
+def _check_room_for_packed_weights(workload: Workload, container: Manifest, tls: TlsConfig) -> None:
+    """The weights that the pod's memory admits, beside KV and a gigabyte, fit in the cache, and the cache in its volume."""
+    config = config_of(workload, container, tls)
+    assert isinstance(config, WorkerConfig)
+    cache_bytes = float(config.engine.packed_cache) * 1e9
+    weights = quantity(container["resources"]["limits"]["memory"]) - (config.engine.kv_memory_mb + 1024) * 2**20
+    (mount,) = (
+        each for each in container["volumeMounts"] if each["mountPath"] == environment(workload, container)["PDMESH_CACHE"]
+    )
+    (volume,) = (each for each in workload.pod["volumes"] if each["name"] == mount["name"])
+    assert 0 < weights <= cache_bytes <= 0.95 * quantity(volume["emptyDir"]["sizeLimit"])
+
+
+@pytest.mark.parametrize(
+    ("mesh", "workload", "container"), _cpu_workers(), ids=[f"{mesh}:{each['name']}" for mesh, _, each in _cpu_workers()]
+)
+def test_the_cache_holds_the_packed_weights_that_fit_in_memory(
+    mesh: str, workload: Workload, container: Manifest, tls: TlsConfig
+) -> None:
+    _check_room_for_packed_weights(workload, container, tls)
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_the_base_holds_the_packed_weights_of_a_billion(kind: str) -> None:
+    """TinyLlama-1.1B in int8: benchmarks/results/cpu.json has its size."""
+    (workload,) = (Workload(each) for each in parsed((FOLDER / f"base/workers/{kind}/{kind}.yaml").read_text()))
+    (container,) = workload.containers
+    (packed,) = (each["value"] for each in container["env"] if each["name"] == "PDMESH_PACKED_CACHE")
+    figures = json.loads((FOLDER.parent / "benchmarks/results/cpu.json").read_text())["figures"]
+    (size_mb,) = (each["value"] for each in figures if each["name"] == "memory: TinyLlama-1.1B int8: packed weights")
+    assert float(packed) * 1000 > size_mb
+
+
+def test_the_page_gives_workers_a_cache_for_a_larger_model(tls: TlsConfig) -> None:
+    page = (FOLDER.parent / "docs/kubernetes.md").read_text(encoding="utf-8")
+    (block,) = (block for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if "PDMESH_PACKED_CACHE" in block)
+    (patch,) = parsed(block)
+    (deployment,) = (each.manifest for each in workloads("overlays/cpu") if each.name == patch["metadata"]["name"])
+    workload = Workload(merged(deployment, patch))
+    (container,) = (each for each in workload.containers if class_of(each) is DecodeConfig)
+    _check_room_for_packed_weights(workload, container, tls)
+    (volume,) = (each for each in workload.pod["volumes"] if each["name"] == "cache")
+    assert quantity(volume["emptyDir"]["sizeLimit"]) <= quantity(container["resources"]["requests"]["ephemeral-storage"])
 
 
 def test_a_flag_that_no_program_has_is_found(tls: TlsConfig) -> None:
