@@ -17,12 +17,15 @@ import torch
 from torch import Tensor
 
 from pdmesh.engine.backend_selection import Numerics
+from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.kernels.cpu.model import PackedWeights
 from pdmesh.engine.loader import packed_cache
 from pdmesh.engine.loader.builder import open_checkpoint
 from pdmesh.engine.loader.hash import cache_folder
 from pdmesh.engine.loader.pack import NativeBuilder
 from pdmesh.engine.loader.packed_cache import Name, PackedCache, entries
+from pdmesh.platform import huge_pages
+from pdmesh.platform.capabilities import HUGE_PAGES
 from tests.engine.tiny_gguf import write_gguf
 from tests.support.quantized_checkpoints import FORMATS, write_quantized
 from tests.support.tiny_families import make_tiny_family
@@ -358,6 +361,30 @@ def test_small_weights_are_not_kept(llama: Path, tmp_path: Path) -> None:
 def test_off() -> None:
     assert PackedCache.configured("off") is None
     assert PackedCache.configured("20") == PackedCache(cache_folder() / "packed", 20 * 10**9)
+
+
+@pytest.mark.skipif(not HUGE_PAGES.is_there, reason="a copy would not be in large pages either, so all weights are shared")
+def test_in_small_pages_weights_are_copied_or_shared_as_is_wanted(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files count as lying in small pages here, as they do on file systems without large ones."""
+    monkeypatch.setattr(huge_pages, "_ENOUGH", 1.5)
+    own, start.cache = start.cache, replace(start.cache, shares_small=True)
+    shared = [start(), start()]  # the one that packs, too
+    start.cache = own
+    copied = start()
+    size = start.file.stat().st_size
+    assert [weights.mapped_bytes for weights in (*shared, copied)] == [size, size, 0]
+    for weights in (*shared, copied):
+        assert_equal(weights, start.packed())
+    assert start.num_packings == 1
+
+
+def test_settings_say_whether_small_pages_are_shared() -> None:
+    for pages in ("large", "shared"):
+        config = EngineConfig(model="m", packed_pages=pages)
+        cache = PackedCache.configured(config.packed_cache, config.packed_pages)
+        assert cache is not None and cache.shares_small == (pages == "shared")
+    with pytest.raises(ValueError, match="packed_pages: 'small' is not known; give one of large, shared"):
+        EngineConfig(model="m", packed_pages="small").validate()
 
 
 def test_another_process_that_never_ends_packing_is_not_waited_for_longer_than_allowed(

@@ -202,7 +202,7 @@ def _load(
 
 def _packed_weights(builder: NativeBuilder, config: EngineConfig, digest: str, progress: Progress) -> PackedWeights:
     """Return the weights, from the cache of packed ones unless it is off."""
-    cache, numerics, model = PackedCache.configured(config.packed_cache), builder.numerics, builder.config
+    cache, numerics, model = PackedCache.configured(config.packed_cache, config.packed_pages), builder.numerics, builder.config
 
     def pack(progress: Progress) -> PackedWeights:
         weights = builder.pack(progress)

@@ -56,20 +56,21 @@ logger = logging.getLogger(__name__)
 class PackedCache:
     """Keep packed weights in `folder`. `max_bytes` bounds all of them together; None: half of what the disk has for them, 64 GB
     at most. Weights below `min_bytes` are not kept. `wait_s`: seconds to wait for another process that packs the same, before
-    this one packs for itself alone; None: by the size of the weights."""
+    this one packs for itself alone; None: by the size of the weights. `shares_small`: weights in small pages are shared, too."""
 
     folder: Path
     max_bytes: int | None = None
     min_bytes: int = MIN_BYTES
     wait_s: float | None = None
+    shares_small: bool = False
 
     @staticmethod
-    def configured(setting: str) -> PackedCache | None:
-        """Return the cache of EngineConfig.packed_cache; None: it is off."""
+    def configured(setting: str, pages: str = "large") -> PackedCache | None:
+        """Return the cache of EngineConfig.packed_cache and packed_pages; None: it is off."""
         if setting == "off":
             return None
         most = None if setting == "auto" else int(float(setting) * 1e9)
-        return PackedCache(cache_folder().expanduser().absolute() / "packed", most)
+        return PackedCache(cache_folder().expanduser().absolute() / "packed", most, shares_small=pages == "shared")
 
     def load(
         self, name: Name, config: ModelConfig, num_bytes: int, pack: Callable[[Progress], PackedWeights], progress: Progress
@@ -116,7 +117,12 @@ class PackedCache:
         try:
             began = time.monotonic()
             known = _read_stamp(seen)
-            opened = packed_file.read(path, name.key, config, is_known=lambda found: _stamp(found) == known, copies=copies)
+            opened = packed_file.read(
+                *(path, name.key, config),
+                is_known=lambda found: _stamp(found) == known,
+                copies=copies,
+                shares_small=self.shares_small,
+            )
             self._remember(opened.found, seen)
         except (FileNotFoundError, NotADirectoryError):
             return None

@@ -210,18 +210,24 @@ class OpenedWeights:
 
 
 def read(
-    path: Path, key: str, config: ModelConfig, *, is_known: Callable[[os.stat_result], bool], copies: bool = True
+    path: Path,
+    key: str,
+    config: ModelConfig,
+    *,
+    is_known: Callable[[os.stat_result], bool],
+    copies: bool = True,
+    shares_small: bool = False,
 ) -> OpenedWeights:
     """Return the weights in the file. `is_known` says whether the file with this stat was found whole before; its content is
-    hashed otherwise. Raises UnusableFile; NotShared where only a copy would do and `copies` is false; OSError for a file that is
-    not there or cannot be read."""
+    hashed otherwise. `shares_small`: the file is mapped also where its pages are small. Raises UnusableFile; NotShared where only
+    a copy would do and `copies` is false; OSError for a file that is not there or cannot be read."""
     with path.open("rb", buffering=0) as file:
         found = os.fstat(file.fileno())
         _check_owner(path, found)
         header = _checked_header(file, path, found.st_size, key)
         if not is_known(found) and _hash_behind(file, header.end) != header.content:
             raise UnusableFile(f"{path} is damaged: its content does not have its hash")
-        memory, is_shared = _memory_of(file, found.st_size, copies=copies)
+        memory, is_shared = _memory_of(file, found.st_size, copies=copies, shares_small=shares_small)
     start = _rounded(header.end, _ALIGNMENT)
     tensors = [_tensor(memory, start + offset, name, shape) for name, shape, offset in header.tensors]
     try:
@@ -288,18 +294,18 @@ def _hash_behind(file: BinaryIO, first: int) -> bytes:
     return digest.digest()
 
 
-# The file's memory: mapped where large pages can be had, else copied into large pages of this process
+# The file's memory: mapped where large pages can be had, or shared ones are wanted; else copied into large pages of this process
 #
 # Weights in pages of 4 KiB miss the TLB 512 times as often: a decode step takes 5 to 8 % longer with all of them in such pages
 # (docs/cpu.md). A copy is read at full speed, but it is not shared, and where memory is full of cached files the system needs
 # seconds for each GB of large pages.
 
 
-def _memory_of(file: BinaryIO, size: int, *, copies: bool) -> tuple[Tensor, bool]:
+def _memory_of(file: BinaryIO, size: int, *, copies: bool, shares_small: bool) -> tuple[Tensor, bool]:
     """Return the file's bytes, [size] uint8, and whether they are its pages."""
     with contextlib.suppress(OSError):
         memory, is_large = _mapped(file, size)
-        if is_large or not HUGE_PAGES.is_there:  # a copy would not be in large pages either
+        if is_large or shares_small or not HUGE_PAGES.is_there:  # a copy would not be in large pages either
             return memory, True
         del memory
     if not copies:

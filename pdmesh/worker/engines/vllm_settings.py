@@ -64,7 +64,7 @@ REFUSED: Mapping[str, str] = {
 }
 """The fields that it cannot be told, with what to do. Their defaults are accepted."""
 
-WITHOUT_EFFECT = frozenset({"keep_pace", "packed_cache", "steps_ahead"})
+WITHOUT_EFFECT = frozenset({"keep_pace", "packed_cache", "packed_pages", "steps_ahead"})
 """Fields about what the engine does not do: it holds no prompts back (`Lack.PACES`), packs no weights, and launches no step
 before it has read the tokens of the one before. Any value describes it."""
 
