@@ -303,4 +303,4 @@ def test_every_part_has_goals_for_what_it_measures() -> None:
         assert set(part.goals.versus) <= names
         assert {batch for versus in part.goals.versus.values() for batch in versus.decode} <= set(part.plan.batches)
         assert {length for versus in part.goals.versus.values() for length in versus.prefill} <= set(part.plan.prefills)
-    assert PEERS != PEERS_LARGE
+    assert list(PEERS) != list(PEERS_LARGE)

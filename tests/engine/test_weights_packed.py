@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
@@ -407,7 +408,12 @@ def test_another_process_that_ends_in_time_is_waited_for(
     start: Start, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with held_by_another(start) as other, caplog.at_level(logging.INFO):
-        monkeypatch.setattr(packed_cache.time, "sleep", lambda _seconds: (other.kill(), other.wait()))
+
+        def end_other(_seconds: float) -> None:
+            other.kill()
+            other.wait()
+
+        monkeypatch.setattr(time, "sleep", end_other)
         assert_equal(start(), start.packed())
     assert start.file.exists() and start.num_packings == 1
     assert f"process {other.pid} packs the same weights" in caplog.text and "not kept" not in caplog.text
