@@ -1,4 +1,4 @@
-// x86-64: folding with 512-bit carry-less products, or three interleaved chains of the crc32 instruction.
+// x86-64: folding with carry-less products of 512 or 256 bits, or three interleaved chains of the crc32 instruction.
 #if defined(__x86_64__)
 #pragma GCC diagnostic ignored "-Wpragmas"
 // GCC 12 holds the undefined operands inside its own AVX-512 header for mistakes (its bug 105593).
@@ -12,6 +12,7 @@
 #include "tiers.h"
 
 #define SSE42 __attribute__((target("sse4.2,pclmul")))
+#define AVX2 __attribute__((target("sse4.2,pclmul,avx2,vpclmulqdq")))
 #define AVX512 __attribute__((target("sse4.2,pclmul,avx512f,avx512bw,avx512vl,vpclmulqdq")))
 
 namespace pdmesh {
@@ -71,6 +72,77 @@ template <bool copies> SSE42 uint32_t sse42(uint32_t state, uint8_t* target, con
     return one_chain<copies>(state, target + at, source + at, num_bytes - at);
 }
 
+// ---- 8 * 32 bytes at a time ----
+
+constexpr int64_t kShort = 512;   // below, setting up costs more than it saves
+constexpr int64_t kAhead = 2048;  // of prefetching: the processor's own stops at the end of each page
+
+inline void prefetch_ahead(const uint8_t* source) {
+    for (int line = 0; line < 256; line += 64) _mm_prefetch(reinterpret_cast<const char*>(source + kAhead + line), _MM_HINT_T0);
+}
+
+template <Store store> AVX2 inline __m256i take_32(uint8_t* target, const uint8_t* source) {
+    __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source));
+    PDMESH_PIN(x, "x");
+    if constexpr (store == Store::plain) _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), x);
+    if constexpr (store == Store::stream) _mm256_stream_si256(reinterpret_cast<__m256i*>(target), x);
+    return x;
+}
+
+// Both halves of each 128 bits of `x` times x^distance, plus what lies so many bits behind it: congruent modulo P to both of them one
+// behind the other. The low half comes first in memory, so it stands 64 powers higher.
+template <int distance> AVX2 inline __m256i fold(__m256i x, __m256i behind) {
+    constexpr uint64_t low = fold_factor(distance + 64), high = fold_factor(distance);
+    const __m256i factors = _mm256_broadcastsi128_si256(_mm_set_epi64x(high, low));
+    const __m256i lows = _mm256_clmulepi64_epi128(x, factors, 0x00), highs = _mm256_clmulepi64_epi128(x, factors, 0x11);
+    return _mm256_xor_si256(_mm256_xor_si256(lows, highs), behind);
+}
+
+// The same for one lane.
+template <int distance> SSE42 inline __m128i fold(__m128i x, __m128i behind) {
+    constexpr uint64_t low = fold_factor(distance + 64), high = fold_factor(distance);
+    const __m128i factors = _mm_set_epi64x(high, low);
+    const __m128i lows = _mm_clmulepi64_si128(x, factors, 0x00), highs = _mm_clmulepi64_si128(x, factors, 0x11);
+    return _mm_xor_si128(_mm_xor_si128(lows, highs), behind);
+}
+
+// The state after the 16 bytes that `x` is congruent to.
+SSE42 inline uint32_t reduce(__m128i x) {
+    return static_cast<uint32_t>(_mm_crc32_u64(_mm_crc32_u64(0, _mm_cvtsi128_si64(x)), _mm_extract_epi64(x, 1)));
+}
+
+template <Store store, bool sums>
+AVX2 uint32_t vpclmul_256(uint32_t state, uint8_t* target, const uint8_t* source, int64_t num_bytes) {
+    constexpr bool copies = store != Store::none;
+    if (num_bytes < kShort) return one_chain<copies>(state, target, source, num_bytes);
+    int64_t at = 0;
+    if constexpr (store == Store::stream) {  // such stores must be aligned
+        at = -reinterpret_cast<intptr_t>(target) & 31;
+        state = one_chain<copies>(state, target, source, at);
+    }
+    __m256i sum[8];
+    for (int k = 0; k < 8; k++) sum[k] = take_32<store>(target + at + 32 * k, source + at + 32 * k);
+    sum[0] = _mm256_xor_si256(sum[0], _mm256_zextsi128_si256(_mm_cvtsi32_si128(state)));
+    for (at += 256; at + 256 <= num_bytes; at += 256) {
+        prefetch_ahead(source + at);
+#pragma GCC unroll 8
+        for (int k = 0; k < 8; k++) {
+            const __m256i next = take_32<store>(target + at + 32 * k, source + at + 32 * k);
+            if constexpr (sums) sum[k] = fold<8 * 256>(sum[k], next);
+        }
+    }
+    __m256i all = sum[7];
+    all = fold<256>(sum[6], all);
+    all = fold<512>(sum[5], all);
+    all = fold<768>(sum[4], all);
+    all = fold<1024>(sum[3], all);
+    all = fold<1280>(sum[2], all);
+    all = fold<1536>(sum[1], all);
+    all = fold<1792>(sum[0], all);
+    const __m128i last = fold<128>(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+    return one_chain<copies>(reduce(last), target + at, source + at, num_bytes - at);
+}
+
 // ---- 4 * 64 bytes at a time ----
 
 template <Store store> AVX512 inline __m512i take(uint8_t* target, const uint8_t* source) {
@@ -81,21 +153,12 @@ template <Store store> AVX512 inline __m512i take(uint8_t* target, const uint8_t
     return x;
 }
 
-// Both halves of each 128 bits of `x` times x^distance, plus what lies so many bits behind it: congruent modulo P to both of them one
-// behind the other. The low half comes first in memory, so it stands 64 powers higher.
+// As for 256 bits.
 template <int distance> AVX512 inline __m512i fold(__m512i x, __m512i behind) {
     constexpr uint64_t low = fold_factor(distance + 64), high = fold_factor(distance);
     const __m512i factors = _mm512_broadcast_i32x4(_mm_set_epi64x(high, low));
     const __m512i lows = _mm512_clmulepi64_epi128(x, factors, 0x00), highs = _mm512_clmulepi64_epi128(x, factors, 0x11);
     return _mm512_ternarylogic_epi64(lows, highs, behind, 0x96);  // the sum of all three
-}
-
-// The same for one lane.
-template <int distance> AVX512 inline __m128i fold(__m128i x, __m128i behind) {
-    constexpr uint64_t low = fold_factor(distance + 64), high = fold_factor(distance);
-    const __m128i factors = _mm_set_epi64x(high, low);
-    const __m128i lows = _mm_clmulepi64_si128(x, factors, 0x00), highs = _mm_clmulepi64_si128(x, factors, 0x11);
-    return _mm_xor_si128(_mm_xor_si128(lows, highs), behind);
 }
 
 // The state after the 64 bytes that `x` is congruent to.
@@ -104,11 +167,8 @@ AVX512 inline uint32_t reduce(__m512i x) {
     sum = fold<128>(_mm512_extracti32x4_epi32(x, 2), sum);
     sum = fold<256>(_mm512_extracti32x4_epi32(x, 1), sum);
     sum = fold<384>(_mm512_castsi512_si128(x), sum);
-    return static_cast<uint32_t>(_mm_crc32_u64(_mm_crc32_u64(0, _mm_cvtsi128_si64(sum)), _mm_extract_epi64(sum, 1)));
+    return reduce(sum);
 }
-
-constexpr int64_t kShort = 512;   // below, setting up costs more than it saves
-constexpr int64_t kAhead = 2048;  // of prefetching: the processor's own stops at the end of each page
 
 template <Store store, bool sums>
 AVX512 uint32_t vpclmul(uint32_t state, uint8_t* target, const uint8_t* source, int64_t num_bytes) {
@@ -124,7 +184,7 @@ AVX512 uint32_t vpclmul(uint32_t state, uint8_t* target, const uint8_t* source, 
     __m512i c = take<store>(target + at + 128, source + at + 128);
     __m512i d = take<store>(target + at + 192, source + at + 192);
     for (at += 256; at + 256 <= num_bytes; at += 256) {
-        for (int line = 0; line < 256; line += 64) _mm_prefetch(reinterpret_cast<const char*>(source + at + kAhead + line), _MM_HINT_T0);
+        prefetch_ahead(source + at);
         const __m512i next_a = take<store>(target + at, source + at);
         const __m512i next_b = take<store>(target + at + 64, source + at + 64);
         const __m512i next_c = take<store>(target + at + 128, source + at + 128);
@@ -147,21 +207,36 @@ template <Store store> uint32_t unsummed(uint32_t state, uint8_t* target, const 
     return state;
 }
 
+template <Store store> uint32_t unsummed_256(uint32_t state, uint8_t* target, const uint8_t* source, int64_t num_bytes) {
+    vpclmul_256<store, false>(state, target, source, num_bytes);
+    return state;
+}
+
 bool has_sse42() { return __builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("pclmul"); }
+
+bool has_avx2() { return has_sse42() && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("vpclmulqdq"); }
 
 bool has_avx512() {
     return has_sse42() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("vpclmulqdq");
 }
 
+bool has_avx2_only() { return has_avx2() && !has_avx512(); }
+
 }  // namespace
 
 const Tier kArchitectureTiers[] = {
     {"vpclmul", has_avx512, vpclmul<Store::none, true>, vpclmul<Store::plain, true>, vpclmul<Store::stream, true>},
+    {"vpclmul256", has_avx2, vpclmul_256<Store::none, true>, vpclmul_256<Store::plain, true>, vpclmul_256<Store::stream, true>},
     {"sse42", has_sse42, sse42<false>, sse42<true>, sse42<true>},
     {},
 };
-const Tier kUnsummedTiers[] = {{"unsummed", has_avx512, ignored, unsummed<Store::plain>, unsummed<Store::stream>}, {}};
+// The copy that the best tier makes, without its sum.
+const Tier kUnsummedTiers[] = {
+    {"unsummed", has_avx512, ignored, unsummed<Store::plain>, unsummed<Store::stream>},
+    {"unsummed", has_avx2_only, ignored, unsummed_256<Store::plain>, unsummed_256<Store::stream>},
+    {},
+};
 
 }  // namespace pdmesh
 #endif
