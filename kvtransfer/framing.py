@@ -78,6 +78,28 @@ def _copy_with_numpy(value: int, target: memoryview, source: memoryview, runs: S
     return value
 
 
+def fill_pieces(value: int, pieces: Sequence[memoryview], source: memoryview) -> tuple[int, int]:
+    """Fill `pieces` in order until they or `source` are used up; return the bytes copied and the CRC-32C `value` extended by
+    them."""
+    ranges: list[tuple[memoryview, int, int]] = []  # a piece, where it begins in `source`, bytes
+    num_bytes = 0
+    for piece in pieces:
+        size = min(piece.nbytes, source.nbytes - num_bytes)
+        if size:
+            ranges.append((piece, num_bytes, size))
+            num_bytes += size
+    library = native()
+    if library is not None and num_bytes >= NATIVE_BYTES:
+        origin = address_of(source)
+        runs = np.array([[address_of(piece), origin + start, size] for piece, start, size in ranges], np.int64)
+        return num_bytes, library.copy(value, runs, streams=num_bytes >= COPY_BYTES)
+    for piece, start, size in ranges:
+        with piece[:size] as target, source[start : start + size] as original:
+            np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(original, np.uint8))  # releases the GIL
+            value = extend(value, target)
+    return num_bytes, value
+
+
 def room_for(num_bytes: int) -> memoryview:
     """Return memory for so many bytes, which holds anything: it is not zeroed."""
     return memoryview(np.empty(num_bytes, np.uint8)).cast("B")  # type: ignore[arg-type]  # numpy's stubs know no buffers

@@ -17,10 +17,9 @@ from contextlib import suppress
 from typing import Protocol
 
 import grpc.aio
-import numpy as np
 
 from kvtransfer.errors import FrameError, PeerClosed, TransferRefused
-from kvtransfer.framing import extend, extend_over
+from kvtransfer.framing import extend, fill_pieces
 from kvtransfer.stream import Cursor, Stream
 
 MAX_IN_OUTBOX = 1  # besides the one that gRPC sends
@@ -189,7 +188,7 @@ class MessageStream(Stream):
         while chunk:
             self.check_interrupted()
             with cursor.window() as pieces:
-                num_bytes, value = _copy_into(pieces, chunk, value)
+                num_bytes, value = fill_pieces(value, pieces, chunk)
             cursor.advance(num_bytes)
             chunk = chunk[num_bytes:]
         return value
@@ -225,23 +224,10 @@ def _prefix(num_bytes: int) -> bytes:
 def _next_message(cursor: Cursor) -> bytes:
     with cursor.window() as pieces:
         message, num_bytes = wrap(pieces), sum(piece.nbytes for piece in pieces)
-        cursor.value = extend_over(cursor.value, pieces, num_bytes)
-        cursor.advance(num_bytes)
+    with memoryview(message)[len(message) - num_bytes :] as data:  # the copy, which is still in the processor's cache
+        cursor.value = extend(cursor.value, data)
+    cursor.advance(num_bytes)
     return message
-
-
-def _copy_into(pieces: Sequence[memoryview], chunk: memoryview, value: int) -> tuple[int, int]:
-    """Fill `pieces` until they or `chunk` are used up; return the bytes copied and the CRC-32C `value` extended by them."""
-    num_bytes = 0
-    for whole in pieces:
-        with whole[: chunk.nbytes - num_bytes] as piece:
-            source = chunk[num_bytes : num_bytes + piece.nbytes]
-            np.copyto(np.frombuffer(piece, np.uint8), np.frombuffer(source, np.uint8))  # releases the GIL
-            value = extend(value, piece)
-            num_bytes += piece.nbytes
-        if num_bytes == chunk.nbytes:
-            break
-    return num_bytes, value
 
 
 def _refusal(failure: Exception) -> TransferRefused | None:

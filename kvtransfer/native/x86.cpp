@@ -54,6 +54,7 @@ template <int num_bytes> SSE42 inline uint64_t shifted(uint64_t state) {
 template <bool copies, int lane>
 SSE42 inline uint32_t three_chains(uint32_t state, uint8_t* target, const uint8_t* source) {
     uint64_t a = state, b = 0, c = 0;
+#pragma GCC unroll 8
     for (int64_t at = 0; at < lane; at += 8) {
         a = _mm_crc32_u64(a, take_word<copies>(target, source, at));
         b = _mm_crc32_u64(b, take_word<copies>(target, source, lane + at));
@@ -63,7 +64,7 @@ SSE42 inline uint32_t three_chains(uint32_t state, uint8_t* target, const uint8_
 }
 
 template <bool copies> SSE42 uint32_t sse42(uint32_t state, uint8_t* target, const uint8_t* source, int64_t num_bytes) {
-    constexpr int long_lane = 1024, short_lane = 128;
+    constexpr int long_lane = 4096, short_lane = 256;
     int64_t at = 0;
     for (; at + 3 * long_lane <= num_bytes; at += 3 * long_lane)
         state = three_chains<copies, long_lane>(state, target + at, source + at);
@@ -76,6 +77,7 @@ template <bool copies> SSE42 uint32_t sse42(uint32_t state, uint8_t* target, con
 
 constexpr int64_t kShort = 512;   // below, setting up costs more than it saves
 constexpr int64_t kAhead = 2048;  // of prefetching: the processor's own stops at the end of each page
+constexpr int kWordsInRound = 8;  // that a chain takes while 256 bytes are folded
 
 inline void prefetch_ahead(const uint8_t* source) {
     for (int line = 0; line < 256; line += 64) _mm_prefetch(reinterpret_cast<const char*>(source + kAhead + line), _MM_HINT_T0);
@@ -111,6 +113,19 @@ SSE42 inline uint32_t reduce(__m128i x) {
     return static_cast<uint32_t>(_mm_crc32_u64(_mm_crc32_u64(0, _mm_cvtsi128_si64(x)), _mm_extract_epi64(x, 1)));
 }
 
+// The state after the 256 bytes that `sum` is congruent to.
+AVX2 inline uint32_t reduce(const __m256i (&sum)[8]) {
+    __m256i all = sum[7];
+    all = fold<256>(sum[6], all);
+    all = fold<512>(sum[5], all);
+    all = fold<768>(sum[4], all);
+    all = fold<1024>(sum[3], all);
+    all = fold<1280>(sum[2], all);
+    all = fold<1536>(sum[1], all);
+    all = fold<1792>(sum[0], all);
+    return reduce(fold<128>(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1)));
+}
+
 template <Store store, bool sums>
 AVX2 uint32_t vpclmul_256(uint32_t state, uint8_t* target, const uint8_t* source, int64_t num_bytes) {
     constexpr bool copies = store != Store::none;
@@ -131,16 +146,40 @@ AVX2 uint32_t vpclmul_256(uint32_t state, uint8_t* target, const uint8_t* source
             if constexpr (sums) sum[k] = fold<8 * 256>(sum[k], next);
         }
     }
-    __m256i all = sum[7];
-    all = fold<256>(sum[6], all);
-    all = fold<512>(sum[5], all);
-    all = fold<768>(sum[4], all);
-    all = fold<1024>(sum[3], all);
-    all = fold<1280>(sum[2], all);
-    all = fold<1536>(sum[1], all);
-    all = fold<1792>(sum[0], all);
-    const __m128i last = fold<128>(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
-    return one_chain<copies>(reduce(last), target + at, source + at, num_bytes - at);
+    return one_chain<copies>(reduce(sum), target + at, source + at, num_bytes - at);
+}
+
+// Sums alone, and faster than memory: folding and chains use units of their own, so each loop does both. A block is one stretch
+// that is folded, then three that the chains take.
+template <int rounds> AVX2 inline uint32_t mixed_block(uint32_t state, const uint8_t* source) {
+    constexpr int folded = 256 * (rounds + 1), lane = kWordsInRound * 8 * rounds;
+    const uint8_t* const chains = source + folded;
+    __m256i sum[8];
+    for (int k = 0; k < 8; k++) sum[k] = take_32<Store::none>(nullptr, source + 32 * k);
+    sum[0] = _mm256_xor_si256(sum[0], _mm256_zextsi128_si256(_mm_cvtsi32_si128(state)));
+    uint64_t a = 0, b = 0, c = 0;
+    for (int round = 0; round < rounds; round++) {
+        const uint8_t* const next = source + 256 * (round + 1);
+#pragma GCC unroll 8
+        for (int k = 0; k < 8; k++) {
+            sum[k] = fold<8 * 256>(sum[k], take_32<Store::none>(nullptr, next + 32 * k));
+            const int64_t at = 8 * (kWordsInRound * round + k);
+            a = _mm_crc32_u64(a, take_word<false>(nullptr, chains, at));
+            b = _mm_crc32_u64(b, take_word<false>(nullptr, chains, lane + at));
+            c = _mm_crc32_u64(c, take_word<false>(nullptr, chains, 2 * lane + at));
+        }
+    }
+    return static_cast<uint32_t>(shifted<3 * lane>(reduce(sum)) ^ shifted<2 * lane>(a) ^ shifted<lane>(b) ^ c);
+}
+
+template <int rounds> constexpr int64_t kBlock = 256 * (rounds + 1) + 3 * kWordsInRound * 8 * rounds;
+
+AVX2 uint32_t mixed(uint32_t state, uint8_t*, const uint8_t* source, int64_t num_bytes) {
+    constexpr int many = 64, few = 8;
+    int64_t at = 0;
+    for (; at + kBlock<many> <= num_bytes; at += kBlock<many>) state = mixed_block<many>(state, source + at);
+    for (; at + kBlock<few> <= num_bytes; at += kBlock<few>) state = mixed_block<few>(state, source + at);
+    return vpclmul_256<Store::none, true>(state, nullptr, source + at, num_bytes - at);
 }
 
 // ---- 4 * 64 bytes at a time ----
@@ -227,7 +266,7 @@ bool has_avx2_only() { return has_avx2() && !has_avx512(); }
 
 const Tier kArchitectureTiers[] = {
     {"vpclmul", has_avx512, vpclmul<Store::none, true>, vpclmul<Store::plain, true>, vpclmul<Store::stream, true>},
-    {"vpclmul256", has_avx2, vpclmul_256<Store::none, true>, vpclmul_256<Store::plain, true>, vpclmul_256<Store::stream, true>},
+    {"vpclmul256", has_avx2, mixed, vpclmul_256<Store::plain, true>, vpclmul_256<Store::stream, true>},
     {"sse42", has_sse42, sse42<false>, sse42<true>, sse42<true>},
     {},
 };

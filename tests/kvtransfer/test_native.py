@@ -25,6 +25,7 @@ from tests.engine.backends import needs_native
 GUARD = 64
 # Around the widths of registers, of unrolled loops, of lanes; and large ones.
 SIZES = [*range(66), 127, 128, 255, 256, 257, 383, 384, 511, 512, 513, 575, 576, 1024, 3071, 3072, 3073, 6144, 65537, 1 << 20]
+SIZES += [size + more for size in (768, 3840, 12_288, 28_928) for more in (-1, 0, 1)]  # blocks of several lanes
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +109,18 @@ def test_runs_are_copied_in_order(way: str) -> None:
         copied += source[begin : begin + size]
     value = framing.copy_runs(5, memoryview(target), source, np.array(runs))
     assert (value, target) == (crc(copied, 5), expected)
+
+
+def test_pieces_are_filled_until_they_or_the_source_are_used_up(way: str) -> None:
+    random_numbers = random.Random(6)
+    source = memoryview(random_numbers.randbytes(1 << 19))
+    for size in (0, 1, 4096, 70_000, len(source)):
+        target = bytearray(300_000)
+        pieces = cut(memoryview(target), random_numbers)
+        room = sum(piece.nbytes for piece in pieces)
+        num_bytes, value = framing.fill_pieces(3, pieces, source[:size])
+        assert (num_bytes, value) == (min(room, size), crc(source[:num_bytes], 3))
+        assert b"".join(pieces)[:num_bytes] == source[:num_bytes] and not any(b"".join(pieces)[num_bytes:])
 
 
 def test_checksum_of_pieces(way: str) -> None:
