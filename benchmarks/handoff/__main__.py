@@ -12,11 +12,18 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks.handoff.exposed import exposed_figures
+from benchmarks.handoff.first import first_figures
+from benchmarks.handoff.reserve import reserve_figures
 from benchmarks.handoff.throughput import throughput_figures
 from benchmarks.harness import Figure, parser_of, show, write
 
 # Each gets the number of rounds and returns its figures.
-PARTS: Mapping[str, Callable[[int], list[Figure]]] = {"throughput": throughput_figures, "exposed": exposed_figures}
+PARTS: Mapping[str, Callable[[int], list[Figure]]] = {
+    "throughput": throughput_figures,
+    "exposed": exposed_figures,
+    "first": first_figures,
+    "reserve": reserve_figures,
+}
 ROUNDS = 7
 
 

@@ -27,6 +27,7 @@ from typing import Generic, Protocol, TypeVar
 from pdmesh.engine.errors import EngineStopped
 from pdmesh.engine.kv_cache.events import KVEvents
 from pdmesh.engine.outputs import KVReady, StepResult
+from pdmesh.platform import time_slices
 
 T = TypeVar("T")
 _PIPE_BYTES = 1 << 16
@@ -155,6 +156,7 @@ class EngineLoop(Generic[E]):
             on_ready(ready)
 
     def _enter(self) -> None:
+        time_slices.compute()
         contextvars.Context().run(self._run)
 
     def _run(self) -> None:

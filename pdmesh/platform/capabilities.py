@@ -146,6 +146,13 @@ def _try_thread_priority() -> None:
         raise OSError(errno.ENOTSUP, "threads are no tasks of the kernel")
 
 
+def _try_time_slices() -> None:
+    before = linux.time_slice()
+    linux.set_time_slice(before)
+    if not before:
+        raise OSError(errno.ENOTSUP, "threads have no slices of their own before Linux 6.12")
+
+
 def _try_proc() -> None:
     if "MemAvailable" not in _content("/proc/meminfo"):
         raise OSError(errno.ENOENT, "no MemAvailable in /proc/meminfo")
@@ -240,6 +247,12 @@ AFFINITY = Capability(
 THREAD_PRIORITY = Capability(
     "thread_priority", "a priority for each thread", "work on KV tiers competes with the engine's steps", _try_thread_priority
 )
+TIME_SLICES = Capability(
+    "time_slices",
+    "a time slice for each thread",
+    "what answers requests waits milliseconds for a core where all of them compute",
+    _try_time_slices,
+)
 PROC = Capability(
     "proc",
     "free memory, processor and network namespace in /proc",
@@ -274,5 +287,5 @@ CPU_TIERS = Capability(
 
 CAPABILITIES = (
     *(MEMFD, ABSTRACT_SOCKETS, PEER_CREDENTIALS, PARENT_DEATH, HUGE_PAGES, TOUCHED_PAGES, AFFINITY, THREAD_PRIORITY),
-    *(PROC, CGROUPS, SHARED_PORTS, USER_TIMEOUT, CPU_TIERS),
+    *(TIME_SLICES, PROC, CGROUPS, SHARED_PORTS, USER_TIMEOUT, CPU_TIERS),
 )

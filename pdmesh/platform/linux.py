@@ -23,6 +23,8 @@ _PR_GET_PDEATHSIG = 2  # linux/prctl.h
 _REQUEST_STATE, _TILE_DATA = 0x1023, 18  # ARCH_REQ_XCOMP_PERM of asm/prctl.h, and the number of the tiles' state
 _ARCH_PRCTL = 158  # the number of the system call on x86-64
 _UCRED = struct.Struct("iII")  # pid, uid, gid
+_SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}  # the numbers of the system call
+_SCHED_ATTR = struct.Struct("IIQiIQQQII")  # size, policy, flags, nice, priority, runtime, deadline, period, 2 of utilization
 
 CLOSE_RECEIVED_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 """A flag of `socket.recv_fds`; 0 where it does not exist: `os.set_inheritable` then does the same a moment later."""
@@ -151,6 +153,33 @@ def bind_thread(cores: Collection[int]) -> None:
     if sys.platform != "linux":
         raise _absent("sched_setaffinity")
     os.sched_setaffinity(0, cores)
+
+
+def set_time_slice(slice_s: float) -> None:
+    """Have this thread, and those that it starts from now on, run for `slice_s` seconds at a time where threads compete; 0: as
+    long as the system likes. Since Linux 6.12 a thread with a shorter slice gets a core when it wakes from one with a longer
+    slice; over time both get as much as before. Earlier ones take the call and change nothing."""
+    number = _SCHED_SETATTR.get(os.uname().machine) if sys.platform == "linux" else None
+    if sys.platform != "linux" or number is None:
+        raise _absent("sched_setattr")
+    policy = os.sched_getscheduler(0)
+    if policy != os.SCHED_OTHER:
+        raise OSError(errno.EINVAL, f"scheduling policy {policy} has no slices")
+    nice = os.getpriority(os.PRIO_PROCESS, 0)
+    attributes = _SCHED_ATTR.pack(_SCHED_ATTR.size, policy, 0, nice, 0, round(slice_s * 1e9), 0, 0, 0, 0)
+    if ctypes.CDLL(None, use_errno=True).syscall(number, 0, attributes, 0) != 0:
+        raise _failed("sched_setattr")
+
+
+def time_slice() -> float:
+    """Return this thread's slice, in seconds; 0 on Linux before 6.12."""
+    number = _SCHED_SETATTR.get(os.uname().machine) if sys.platform == "linux" else None
+    if number is None:
+        raise _absent("sched_getattr")
+    attributes = ctypes.create_string_buffer(_SCHED_ATTR.size)
+    if ctypes.CDLL(None, use_errno=True).syscall(number + 1, 0, attributes, _SCHED_ATTR.size, 0) != 0:
+        raise _failed("sched_getattr")
+    return float(_SCHED_ATTR.unpack(attributes.raw)[5]) / 1e9
 
 
 def set_user_timeout(sock: socket.socket, timeout_s: float) -> None:

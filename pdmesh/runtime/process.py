@@ -29,7 +29,7 @@ from collections.abc import Awaitable, Callable
 from functools import cache
 from pathlib import Path
 
-from pdmesh.platform import capabilities, fallbacks, parent_death
+from pdmesh.platform import capabilities, fallbacks, parent_death, time_slices
 from pdmesh.platform.capabilities import PROC
 from pdmesh.runtime.config import EXIT_USAGE, ConfigError
 
@@ -113,6 +113,7 @@ def run(main: Main, *, exit_with_parent: bool = False) -> int:
         return EXIT_USAGE
     if exit_with_parent:
         parent_death.exit_with_parent()
+    time_slices.answer_soon()
     return asyncio.run(run_until_signal(main))
 
 

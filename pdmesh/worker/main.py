@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
+from pdmesh.engine.loader.builder import Progress
 from pdmesh.engine.memory import return_freed_memory
+from pdmesh.platform import time_slices
 from pdmesh.runtime import log
 from pdmesh.runtime.config import ENV_PREFIX, ConfigError, load, options_of
 from pdmesh.runtime.process import Lifecycle, run
@@ -142,12 +144,17 @@ class _LoadProgress:
                 self._life.progress(f"{self._text}, {time.monotonic() - self._began:.0f} s so far")
 
 
+def _load(config: WorkerConfig, say: Progress) -> WorkerEngine:
+    with time_slices.computing():  # the threads of the kernels start here
+        return loader(config.engine_name)(config, say)
+
+
 async def _load_engine(life: Lifecycle, config: WorkerConfig) -> WorkerEngine:
     started = time.monotonic()
     progress = _LoadProgress(life, f"loading {config.engine.model}")
     telling = asyncio.create_task(progress.keep_saying())
     try:
-        engine = await asyncio.to_thread(lambda: loader(config.engine_name)(config, progress.say))
+        engine = await asyncio.to_thread(_load, config, progress.say)
     except ConfigError:
         raise
     except (ValueError, OSError, MemoryError) as error:

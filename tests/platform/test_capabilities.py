@@ -21,7 +21,7 @@ PACKAGES = ("pdmesh", "pdmesh_vllm", "router", "prefill_service", "decode_servic
 OWNERS = {"pdmesh/platform"}
 LINUX_NAMES = re.compile(
     r"memfd_create|MFD_\w+|F_(ADD|GET)_SEALS|F_SEAL_\w+|SO_PEERCRED|SCM_CREDENTIALS|MSG_CMSG_CLOEXEC|TCP_USER_TIMEOUT|TCP_INFO"
-    r"|sched_[gs]etaffinity|prctl|syscall|madvise|MADV_\w+|eventfd\w*|epoll\w*|pidfd_\w+|posix_fadvise|posix_fallocate|O_TMPFILE|O_DIRECT"
+    r"|sched_[gs]etaffinity|sched_[gs]etattr|prctl|syscall|madvise|MADV_\w+|eventfd\w*|epoll\w*|pidfd_\w+|posix_fadvise|posix_fallocate|O_TMPFILE|O_DIRECT"
     r"|unshare|setns|splice|inotify\w*|signalfd\w*"
 )
 ASKED_BY_NAME = {
@@ -79,7 +79,8 @@ def test_on_another_system_every_call_of_linux_is_a_lack_and_no_crash(name: str,
     """The calls ask for the system's name, so that types are checked for each; where it is another, none is made."""
     monkeypatch.setattr("sys.platform", name)
     tried = {each.name: _reason(each) for each in CAPABILITIES}
-    from_linux = {"memfd", "peer_credentials", "parent_death", "huge_pages", "touched_pages", "affinity", "user_timeout"}
+    from_linux = {"memfd", "peer_credentials", "parent_death", "huge_pages", "touched_pages", "affinity"}
+    from_linux |= {"time_slices", "user_timeout"}
     assert {each for each, reason in tried.items() if "Function not implemented" in reason} == from_linux
 
 

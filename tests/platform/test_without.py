@@ -31,6 +31,7 @@ PARTS = {
     "touched_pages": ("tests/engine/test_kv_cache.py", "tests/engine/test_kv_pages.py"),
     "affinity": ("tests/worker/test_cpus.py", "tests/engine/kernels/cpu/test_threads.py"),
     "thread_priority": ("tests/kvtransfer/tiers/test_host.py",),
+    "time_slices": ("tests/platform/test_time_slices.py", "tests/runtime/test_process.py"),
     "proc": ("tests/engine/test_memory.py", "tests/runtime/test_identity.py"),
     "cgroups": ("tests/engine/test_memory.py", "tests/engine/kernels/cpu/test_threads.py"),
     "shared_ports": ("tests/router/test_processes.py", "tests/runtime/test_ports.py"),
