@@ -15,6 +15,8 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
+import grpc.aio
+
 from benchmarks.engine_runs import prompt
 from benchmarks.handoff.spread import Spread
 from benchmarks.harness import Figure, say
@@ -27,19 +29,20 @@ GOAL_MS = 2.0
 MIN_WINDOWS, CALLS_IN_A_WINDOW = 5, 40
 BETWEEN_S = 0.01
 STEP_TOKENS, NUM_PROMPTS, RESERVED_TOKENS = 4000, 2, 300
-FLAGS = ("--max-context", "4200", "--max-num-batched-tokens", str(STEP_TOKENS), "--num-blocks", "1400")
-FLAGS += ("--grace-s", "60", "--no-prefix-caching", "--lease-s", "30")
+_STEPS = ("--max-context", "4200", "--max-num-batched-tokens", str(STEP_TOKENS), "--num-blocks", "1400")
+FLAGS = (*_STEPS, "--grace-s", "60", "--no-prefix-caching", "--lease-s", "30")
 
 
 class DecodeWorker:
     """A decode worker, and a router's part in reserving on it."""
 
-    def __init__(self, stub: decode_pb2_grpc.DecodeServiceStub, model: str) -> None:
-        self._stub, self._model = stub, model
+    def __init__(self, channel: grpc.aio.Channel, model: str) -> None:
+        self._stub, self._model = decode_pb2_grpc.DecodeServiceStub(channel), model
         self._numbers = itertools.count(1)
 
-    async def submit(self, num_tokens: int, mode: mesh_pb2.PrefillMode) -> str:
-        """Reserve for a prompt of its own; return the request's id."""
+    async def submit(self, num_tokens: int, *, computes: bool) -> str:
+        """Reserve for a prompt of its own, which the worker `computes`, or another would; return the request's id."""
+        mode = mesh_pb2.PREFILL_MODE_LOCAL if computes else mesh_pb2.PREFILL_MODE_REMOTE
         number = next(self._numbers)
         request = common_pb2.TokenRequest(
             model=self._model,
@@ -59,7 +62,7 @@ class DecodeWorker:
     async def reserve_s(self) -> float:
         """Seconds of one reservation, as a router sees them."""
         started = time.perf_counter()
-        name = await self.submit(RESERVED_TOKENS, mesh_pb2.PREFILL_MODE_REMOTE)
+        name = await self.submit(RESERVED_TOKENS, computes=False)
         seconds = time.perf_counter() - started
         await self.cancel(name)
         return seconds
@@ -76,12 +79,12 @@ async def decode_worker(model: Path) -> AsyncIterator[DecodeWorker]:
         channel = connect(process.address)
         stack.push_async_callback(channel.close)
         info = await worker_pb2_grpc.WorkerControlStub(channel).GetInfo(worker_pb2.GetInfoRequest())
-        yield DecodeWorker(decode_pb2_grpc.DecodeServiceStub(channel), info.identity.model)
+        yield DecodeWorker(channel, info.identity.model)
 
 
 async def window_ms(worker: DecodeWorker, *, is_busy: bool) -> float:
     """Milliseconds of a reservation, the median of a window's."""
-    names = [await worker.submit(STEP_TOKENS, mesh_pb2.PREFILL_MODE_LOCAL) for _ in range(NUM_PROMPTS if is_busy else 0)]
+    names = [await worker.submit(STEP_TOKENS, computes=True) for _ in range(NUM_PROMPTS if is_busy else 0)]
     seconds = []
     for _ in range(CALLS_IN_A_WINDOW):
         await asyncio.sleep(BETWEEN_S)
