@@ -40,7 +40,10 @@ template <class Dot, int MR, int NR, bool kAhead, class Panels>
 #pragma GCC unroll 8
     for (int i = 0; i < MR; i++)
 #pragma GCC unroll 8
-        for (int j = 0; j < NR; j++) f_store(out + i * out_stride + j * kPanel, acc[i][j]);
+        for (int j = 0; j < NR; j++) {
+            if constexpr (kPairsScale != 1 && std::is_same_v<Dot, DotInt8AsBFloat16>) acc[i][j] = acc[i][j] * f_set(1 / kPairsScale);
+            f_store(out + i * out_stride + j * kPanel, acc[i][j]);
+        }
 }
 
 // The same panel by panel where the registers do not hold all.

@@ -24,7 +24,8 @@
 //   i_add_nibbles(acc, part)      adds to int32 sums
 //   dot_bf16(acc, a, b)     acc[i] += a[2i] b[2i] + a[2i+1] b[2i+1] of bf16 pairs
 //   bf16_from_i8(p)         32 int8 as 32 bf16
-//   pairs_from_i8(p), dot_pairs(acc, a, b)    dot_bf16 of 32 int8 `a`, in the tier's own form, and bf16 pairs b: the same bits
+//   pairs_from_i8(p), dot_pairs(acc, a, b)    dot_bf16 of 32 int8 `a`, in the tier's own form, and bf16 pairs b: the same bits,
+//                                             kPairsScale (a power of two) times as large
 //   i_low_nibbles i_high_nibbles     of each byte
 #pragma once
 
@@ -71,6 +72,7 @@ namespace pdmesh {
 [[gnu::always_inline]] inline I i_products(I x, I sum) { return i_minus_128_times(x, sum); }
 #endif
 #if !defined(PDMESH_APART_PAIRS)
+constexpr float kPairsScale = 1;
 [[gnu::always_inline]] inline I pairs_from_i8(const int8_t* p) { return bf16_from_i8(p); }
 [[gnu::always_inline]] inline F dot_pairs(F acc, I a, I b) { return dot_bf16(acc, a, b); }
 #endif

@@ -271,6 +271,7 @@ PDMESH_INLINE I bf16_from_i8(const int8_t* p) {
 
 #if !defined(PDMESH_NEON_BF16)
 #define PDMESH_APART_PAIRS 1
+constexpr float kPairsScale = 1;
 struct Pairs {
     F even, odd;
 };
