@@ -40,7 +40,10 @@ class Rounding:
         if self.dtype not in DTYPES:
             raise ValueError(f"kv_tier_dtype: {self.dtype!r} is not one of {', '.join(DTYPES)}")
         if self.source.dtype not in ROUNDED_FROM:
-            problem = f"the pool's KV is in {self.source.dtype} already, which is not rounded any further; leave it at pool"
+            problem = (
+                f"the pool's KV is in {self.source.dtype} already, which is not rounded any further; leave it at pool, "
+                "or give the pool another kv_dtype, such as bfloat16"
+            )
             raise ValueError(f"kv_tier_dtype: {problem}")
 
     @property

@@ -15,6 +15,7 @@ from benchmarks.autoscale.logged_worker import read_steps
 from benchmarks.autoscale.scenario import Options
 from benchmarks.harness import MODEL, say
 from benchmarks.router.meshes import Running, Shape, asking, call
+from kvtransfer.manifest import DTYPE_BYTES, INT8_SCALE_BYTES
 from pdmesh.client.client import AsyncClient
 from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.launcher.plan import ProcessPlan
@@ -27,7 +28,6 @@ from pdmesh.v1 import mesh_pb2, worker_pb2
 
 TTFT_MS, TPOT_MS = 3000, 60
 LOOK_PERIOD_S = 0.5
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 
 
 @dataclass
@@ -81,7 +81,8 @@ def _worker(worker: mesh_pb2.WorkerStatus, models: Sequence[tuple[float, ...]]) 
 def _kv_bytes(info: worker_pb2.WorkerInfo) -> int:
     """Of one token: keys and values of all layers."""
     model = info.identity
-    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * _DTYPE_BYTES[info.layout.kv_dtype]
+    scale = INT8_SCALE_BYTES if info.layout.kv_dtype == "int8" else 0
+    return 2 * model.num_layers * model.num_kv_heads * (model.head_dim * DTYPE_BYTES[info.layout.kv_dtype] + scale)
 
 
 @asynccontextmanager

@@ -53,6 +53,11 @@ class Results:
         counted = self.notes.get(contestant.name, {}).get("weight_bytes")
         return counted / self.sizes.num_weights if isinstance(counted, int) else contestant.bytes_per_weight
 
+    def kv_bytes_per_token(self, contestant: Contestant) -> float | None:
+        """Return them as the engine says; None for a peer, which says nothing of them."""
+        said = self.notes.get(contestant.name, {}).get("kv_bytes_per_token")
+        return said if isinstance(said, float) else None
+
     def fastest_peer(self, case_of: Mapping[str, str], bits: int) -> tuple[str, float] | None:
         """Return its name and speed; `case_of` maps contestants to their cases, `bits` are ours."""
         speeds = [
@@ -98,9 +103,9 @@ def _limits(results: Results, contestant: Contestant) -> dict[str, float | None]
     prefills = {prefill_case(name, length): length for length in plan.prefills}
     if limits is None:
         return dict.fromkeys([*decodes, *prefills])
-    width = results.bytes_per_weight(contestant)
+    width, context, kv_bytes = results.bytes_per_weight(contestant), plan.mean_context, results.kv_bytes_per_token(contestant)
     return {
-        **{case: limits.decode_speed(sizes, width, batch, plan.mean_context) for case, batch in decodes.items()},
+        **{case: limits.decode_speed(sizes, width, batch, context, kv_bytes) for case, batch in decodes.items()},
         **{case: limits.prefill_speed(sizes, width, length) for case, length in prefills.items()},
     }
 

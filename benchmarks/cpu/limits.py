@@ -99,9 +99,13 @@ class MachineLimits:
         """Return the peak for weights so wide: a byte or less can be multiplied as int8."""
         return self.int8_operations_s if bytes_per_weight < 2 else self.bf16_operations_s
 
-    def decode_speed(self, sizes: ModelSizes, bytes_per_weight: float, batch: int, context: float) -> float:
-        """Return tokens a second at most: a step reads its weights once and each sequence's KV; products take their time, too."""
-        num_bytes = sizes.weights_read(batch) * bytes_per_weight + batch * context * sizes.kv_bytes_per_token
+    def decode_speed(
+        self, sizes: ModelSizes, bytes_per_weight: float, batch: int, context: float, kv_bytes_per_token: float | None = None
+    ) -> float:
+        """Return tokens a second at most: a step reads its weights once and each sequence's KV; products take their time, too.
+        `kv_bytes_per_token`: None: in 16 bits."""
+        kv_bytes = sizes.kv_bytes_per_token if kv_bytes_per_token is None else kv_bytes_per_token
+        num_bytes = sizes.weights_read(batch) * bytes_per_weight + batch * context * kv_bytes
         compute_s = 2 * sizes.num_weights * batch / self.peak(bytes_per_weight)
         return batch / max(num_bytes / self.bytes_s, compute_s)
 

@@ -24,7 +24,11 @@ def engine(options: Options) -> Loaded:
     loaded = load_model(config)
     made = Engine(config, hash_block=hash_block, loaded=loaded)
     shape = made.kv.shape
-    about: Options = {"version": made.numeric_mode, "kv_bytes_per_token": shape.bytes_per_block / shape.block_size}
+    about: Options = {
+        "version": made.numeric_mode,
+        "kv_dtype": str(shape.dtype).removeprefix("torch."),
+        "kv_bytes_per_token": shape.bytes_per_block / shape.block_size,
+    }
     if isinstance(loaded.model, NativeModel):
         weights = loaded.model.weights
         about["weight_bytes"] = weights.bytes_per_step

@@ -76,7 +76,7 @@ class Machine:
         default="auto", metadata={"help": "weights, as a worker's flag; auto: bfloat16 on a GPU, int8 on a CPU"}
     )
     kv_dtype: Literal["auto", "bfloat16", "int8", "float32", "fp8"] = field(
-        default="auto", metadata={"help": "KV; auto: bfloat16; int8 on a CPU, fp8 on a GPU"}
+        default="auto", metadata={"help": "KV, as a worker's flag; auto: bfloat16 on a GPU, on a CPU int8 where the model allows"}
     )
     kv_memory_share: float = field(
         default=0.0, metadata={"help": "of the memory that weights leave, for KV; 0: 0.85 of a GPU's, 0.3 of a CPU's"}
@@ -339,7 +339,7 @@ def _workers(options: Options) -> _Workers:
     machine = options.machine
     if machine.device:
         decoder = _decoder(options)
-        return _Workers(decoder, roofline=_roofline(machine, decoder))
+        return _Workers(decoder, roofline=planned_roofline(machine, decoder))
     # A measured worker's shapes matter only for the memory in manifests.
     shapes = _decoder(options) if options.output.overlay else None
     if not machine.measure:
@@ -387,7 +387,9 @@ def _check_headers(path: Path, given: tuple[str, ...]) -> None:
         check_headers(path, given)
 
 
-def _roofline(machine: Machine, decoder: Decoder) -> Roofline:
+def planned_roofline(machine: Machine, decoder: Decoder) -> Roofline:
+    """Return the speed of workers on a known device, in the formats that they choose by themselves where the machine names none.
+    Raises ValueError naming the field, DeviceError."""
     device = find_device(machine.device)
     compute_share, memory_share = machine.compute_share or device.compute_share, machine.memory_share or device.memory_share
     device = replace(device, compute_share=compute_share, memory_share=memory_share)
@@ -397,8 +399,9 @@ def _roofline(machine: Machine, decoder: Decoder) -> Roofline:
     weights = "bfloat16" if quantization == "none" else quantization
     # Weights of four bits are widened: on the CPU to eight, on a GPU to the format of activations.
     products = "int8" if weights == "int8" or (weights == "int4" and not device.is_gpu) else "bfloat16"
-    kv_dtype = "bfloat16" if machine.kv_dtype == "auto" else machine.kv_dtype
-    return Roofline(device, decoder, weights, products, kv_dtype)
+    is_narrow = not device.is_gpu and weights != "bfloat16" and decoder.suits_int8_kv  # as workers choose
+    auto_kv = "int8" if is_narrow else "bfloat16"
+    return Roofline(device, decoder, weights, products, auto_kv if machine.kv_dtype == "auto" else machine.kv_dtype)
 
 
 def _check_numbers(machine: Machine, device: Device) -> None:

@@ -78,12 +78,13 @@ def choose_numerics(
     if weights == "auto":
         weights = ("int4" if has_int4 else "int8") if config.dtype == "auto" else "none"
     if weights == "none":
-        return Numerics("native", _name(dtype), 0, dtype, _choose_kv(config, dtype))
+        return Numerics("native", _name(dtype), 0, dtype, _choose_kv(config, dtype, is_narrow=False))
     group = config.quantization_group if weights == "int4" else 0
     held = torch.bfloat16 if config.dtype == "auto" else dtype
     if held == torch.float16:
         raise ValueError(f"dtype: float16 does not go with quantization={weights}; give bfloat16, float32 or auto")
-    return Numerics("native", weights, group, held, _choose_kv(config, held))
+    is_narrow = config.dtype == "auto" and model.suits_int8_kv
+    return Numerics("native", weights, group, held, _choose_kv(config, held, is_narrow=is_narrow))
 
 
 def wants_triton(config: EngineConfig) -> bool:
@@ -156,9 +157,14 @@ def _choose_dtype(config: EngineConfig, model: ModelConfig) -> torch.dtype:
     return _DTYPES[name]
 
 
-def _choose_kv(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+def _choose_kv(config: EngineConfig, dtype: torch.dtype, *, is_narrow: bool) -> torch.dtype:
+    """Return the type of KV on the native kernels, beside activations of `dtype`.
+
+    `is_narrow`: `auto` is int8. It is so beside quantized weights, which round far more (perplexity of bfloat16's with int8 KV
+    alone: 1.0002, benchmarks/results/cpu.json), unless a dtype is asked for or the model's keys may not fit 8 bits
+    (ModelConfig.suits_int8_kv)."""
     if config.kv_dtype == "auto":
-        return dtype
+        return torch.int8 if is_narrow else dtype
     return torch.int8 if config.kv_dtype == "int8" else _DTYPES[config.kv_dtype]
 
 

@@ -60,7 +60,7 @@ class EngineConfig:
     )
     kv_dtype: str = field(
         default="auto",
-        metadata={"help": "KV cache: float32, bfloat16, int8 (native), fp8 (triton), or auto: as wide as activations"},
+        metadata={"help": "KV cache: float32, bfloat16, int8 (native), fp8 (triton), or auto: docs/cpu.md, docs/gpu.md"},
     )
     block_size: int = field(default=16, metadata={"help": "tokens in one KV block"})
     num_blocks: int = field(default=0, metadata={"help": "KV blocks; 0: as many as the KV memory holds"})

@@ -66,4 +66,5 @@ def shapes_of(config: ModelConfig) -> Decoder:
         pool_dim=config.pool_dim,
         pair_operations=config.attention_operations,
         reaches=config.reaches,
+        suits_int8_kv=config.suits_int8_kv,
     )

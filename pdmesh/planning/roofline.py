@@ -52,8 +52,9 @@ class ExpertShape:
 
 @dataclass(frozen=True)
 class Decoder:
-    """Hold the shapes of a decoder. `max_context` in tokens. The last six are for those that are no Llama; 0: as a Llama has
-    it. `shared_weights`: all that every token is multiplied with, the head's not counted."""
+    """Hold the shapes of a decoder. `max_context` in tokens. The last seven are for those that are no Llama; 0: as a Llama
+    has it. `shared_weights`: all that every token is multiplied with, the head's not counted. `suits_int8_kv`: the CPU
+    kernels keep its KV in int8 by default (ModelConfig)."""
 
     num_layers: int
     hidden_size: int
@@ -70,6 +71,7 @@ class Decoder:
     pool_dim: int = 0  # numbers of a key, and of a value, there
     pair_operations: int = 0  # of one token for each token that it attends to, in all layers
     reaches: tuple[int, ...] = ()  # for each layer with a sliding window, the most tokens that a token attends to
+    suits_int8_kv: bool = True
 
     @property
     def num_shared_weights(self) -> int:

@@ -15,7 +15,7 @@ from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.kernels.cpu import build, isa
 from pdmesh.engine.kernels.cpu.model import NativeModel, why_not
 from pdmesh.engine.loader.loader import LoadedModel, load_model
-from pdmesh.engine.models.config import ExpertsConfig, ModelConfig
+from pdmesh.engine.models.config import ExpertsConfig, LatentConfig, ModelConfig
 from pdmesh.engine.models.decoder import DecoderModel
 from pdmesh.engine.models.registry import model_config
 from pdmesh.engine.request import EngineRequest
@@ -52,15 +52,15 @@ def chosen(
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({}, ("int8", 0, BF16, BF16)),
-        ({"backend": "native"}, ("int8", 0, BF16, BF16)),
-        ({"quantization": "int8"}, ("int8", 0, BF16, BF16)),
+        ({}, ("int8", 0, BF16, I8)),
+        ({"backend": "native"}, ("int8", 0, BF16, I8)),
+        ({"quantization": "int8"}, ("int8", 0, BF16, I8)),
         ({"quantization": "int8", "dtype": "bfloat16"}, ("int8", 0, BF16, BF16)),
         ({"quantization": "int8", "dtype": "float32"}, ("int8", 0, F32, F32)),
         ({"quantization": "int4", "dtype": "float32", "kv_dtype": "bfloat16"}, ("int4", 32, F32, BF16)),
-        ({"quantization": "int4"}, ("int4", 32, BF16, BF16)),
-        ({"quantization": "int4", "quantization_group": 128}, ("int4", 128, BF16, BF16)),
-        ({"quantization": "int8", "quantization_group": 128}, ("int8", 0, BF16, BF16)),
+        ({"quantization": "int4"}, ("int4", 32, BF16, I8)),
+        ({"quantization": "int4", "quantization_group": 128}, ("int4", 128, BF16, I8)),
+        ({"quantization": "int8", "quantization_group": 128}, ("int8", 0, BF16, I8)),
         ({"quantization": "none"}, ("bfloat16", 0, BF16, BF16)),
         ({"dtype": "bfloat16"}, ("bfloat16", 0, BF16, BF16)),
         ({"dtype": "float32"}, ("float32", 0, F32, F32)),
@@ -68,6 +68,7 @@ def chosen(
         ({"dtype": "float32", "kv_dtype": "int8"}, ("float32", 0, F32, I8)),
         ({"dtype": "bfloat16", "kv_dtype": "float32"}, ("bfloat16", 0, BF16, F32)),
         ({"kv_dtype": "int8"}, ("int8", 0, BF16, I8)),
+        ({"kv_dtype": "bfloat16"}, ("int8", 0, BF16, BF16)),
         ({"kv_dtype": "float32"}, ("int8", 0, BF16, F32)),
         ({"quantization": "int4", "kv_dtype": "bfloat16"}, ("int4", 32, BF16, BF16)),
     ],
@@ -76,6 +77,33 @@ def test_the_native_backend_is_the_default(settings: Settings, expected: tuple[o
     numerics = chosen(**settings)
     assert (numerics.weights, numerics.group, numerics.dtype, numerics.kv_dtype) == expected
     assert (numerics.backend, numerics.why_torch) == ("native", "")
+
+
+LATENT = LatentConfig(query_rank=0, kv_rank=32, nope_dim=16, rope_dim=32, value_dim=16)
+
+
+@pytest.mark.parametrize(
+    ("of", "kv_dtype"),
+    [
+        (model(model_type="mistral", sliding_window=32), I8),
+        (model(model_type="qwen3"), I8),  # norms of queries and keys
+        (model(model_type="gemma3_text", head_dim=16), I8),
+        (model(model_type="qwen2"), BF16),  # biases
+        (model(attention_bias=True), BF16),
+        (model(model_type="qwen3", attention_bias=True), BF16),
+        (model(model_type="phi", qk_layernorm=True), BF16),
+        (replace(model(), qk_norm="heads", qk_norm_bias=True), BF16),
+        (replace(model(), latent=LATENT), BF16),
+    ],
+    ids=lambda each: each.model_type if isinstance(each, ModelConfig) else None,
+)
+def test_keys_that_may_not_fit_8_bits_are_as_wide_as_activations(of: ModelConfig, kv_dtype: torch.dtype) -> None:
+    """A bias behind the projection or behind the norm, and latents; whoever asks for int8 gets it."""
+    assert of.suits_int8_kv == (kv_dtype == I8)
+    for weights in ("auto", "int8", "int4"):
+        numerics = chosen(of, quantization=weights)
+        assert (numerics.backend, numerics.kv_dtype) == ("native", kv_dtype)
+    assert chosen(of, kv_dtype="int8").kv_dtype == I8
 
 
 @pytest.mark.parametrize(
@@ -330,7 +358,7 @@ def test_a_model_that_is_not_covered_is_served_by_torch_with_a_warning(
 def test_the_native_backend_loads_without_a_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     loaded = load(folder)
     assert isinstance(loaded.model, NativeModel)
-    assert (loaded.dtype, loaded.kv_dtype) == (BF16, BF16)
+    assert (loaded.dtype, loaded.kv_dtype) == (BF16, I8)
     assert loaded.numeric_mode == f"int8-native3-{isa.detect().mode}"
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 

@@ -18,9 +18,9 @@ DEFAULT, FLOAT32 = ("auto", "auto"), ("float32", "none")
 
 
 @lru_cache(maxsize=2)
-def _engine(folder: Path, dtype: str, quantization: str) -> Engine:
+def _engine(folder: Path, dtype: str, quantization: str, kv_dtype: str) -> Engine:
     """One thread: several would wait for each other in spins while a mesh has the cores."""
-    fields = {"dtype": dtype, "quantization": quantization, "speculation": "none", "num_threads": 1}
+    fields = {"dtype": dtype, "quantization": quantization, "kv_dtype": kv_dtype, "speculation": "none", "num_threads": 1}
     return make_engine(folder, kv_memory_mb=512, **fields)  # in float32 it takes twice as much
 
 
@@ -30,10 +30,10 @@ def answer(folder: Path, prompt: Sequence[int], params: SamplingParams) -> list[
 
 
 def answers(
-    folder: Path, jobs: Sequence[tuple[Sequence[int], SamplingParams]], weights: tuple[str, str] = DEFAULT
+    folder: Path, jobs: Sequence[tuple[Sequence[int], SamplingParams]], weights: tuple[str, str] = DEFAULT, kv_dtype: str = "auto"
 ) -> list[list[list[int]]]:
     """The same for several requests, batched (that a batch changes nothing is shown in tests/engine)."""
-    engine = _engine(folder, *weights)
+    engine = _engine(folder, *weights, kv_dtype)
     outputs: list[list[list[int]]] = [[[] for _ in range(params.n)] for _, params in jobs]
     numbers = {str(next(_ids)): number for number in range(len(jobs))}
     for request_id, number in numbers.items():

@@ -18,9 +18,9 @@ NUM_TOKENS = 24
 PROMPTS = [oracle.prompt_of(900 + length, length) for length in (1, 15, 16, 48, 70, 333)]
 
 
-def expected(folder: Path) -> list[list[int]]:
+def expected(folder: Path, kv_dtype: str = "auto") -> list[list[int]]:
     draw = SAMPLED.params(NUM_TOKENS)
-    return [answer[0] for answer in oracle.answers(folder, [(prompt, draw) for prompt in PROMPTS])]
+    return [answer[0] for answer in oracle.answers(folder, [(prompt, draw) for prompt in PROMPTS], kv_dtype=kv_dtype)]
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [("16", "48"), ("48", "16")])
@@ -41,9 +41,10 @@ async def test_other_block_sizes_give_the_same_tokens(tiny: Path, prefill: str, 
 
 async def test_decode_may_keep_int8(tiny: Path) -> None:
     """The first token is that of bfloat16 KV; later ones see what int8 keeps of it."""
-    async with mesh_with(tiny, {"decode-0": ("--kv-dtype", "int8", "--block-size", "32")}) as mesh:
+    flags = {"prefill-0": ("--kv-dtype", "bfloat16"), "decode-0": ("--kv-dtype", "int8", "--block-size", "32")}
+    async with mesh_with(tiny, flags) as mesh:
         streams = await mesh_runs.run(mesh.router_addresses, PROMPTS, SAMPLED, NUM_TOKENS, mode="remote", together=True)
-        assert [tokens[0] for tokens in mesh_runs.tokens(streams)] == [tokens[0] for tokens in expected(tiny)]
+        assert [tokens[0] for tokens in mesh_runs.tokens(streams)] == [tokens[0] for tokens in expected(tiny, "bfloat16")]
         assert all(s.timings and s.timings.transport == "shm" for s in streams)
         await assert_whole(mesh)
 

@@ -6,14 +6,16 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 from safetensors.torch import load_file, save_file
 
 from pdmesh import cli
-from pdmesh.commands.plan import milliseconds
+from pdmesh.commands.plan import Machine, milliseconds, planned_roofline
 from pdmesh.engine.loader.headers import check_model
+from pdmesh.planner.shapes import decoder_of
 from pdmesh.simulator.workers.spec import read_spec
 from tests.support.tiny_models import make_tiny_model
 
@@ -156,6 +158,26 @@ def test_nonsense_is_named(flags: list[str], code: int, said: str, model: str, c
     assert cli.run(["plan", model, *flags, *PROMISE]) == code
     (line,) = [line for line in capsys.readouterr().err.splitlines() if said in line]
     assert line.startswith("pdmesh plan: ")
+
+
+@pytest.mark.parametrize(
+    ("settings", "model_type", "expected"),
+    [
+        ({}, "llama", ("int8", "int8")),
+        ({"quantization": "int4"}, "qwen3", ("int4", "int8")),
+        ({"kv_dtype": "bfloat16"}, "llama", ("int8", "bfloat16")),
+        ({"quantization": "none"}, "llama", ("bfloat16", "bfloat16")),
+        ({}, "qwen2", ("int8", "bfloat16")),  # its keys have biases
+        ({"kv_dtype": "int8"}, "qwen2", ("int8", "int8")),
+        ({"device": "l40s"}, "llama", ("bfloat16", "bfloat16")),
+        ({"device": "l40s", "quantization": "int8"}, "llama", ("int8", "bfloat16")),
+    ],
+)
+def test_formats_are_those_that_workers_choose(settings: dict[str, Any], model_type: str, expected: tuple[str, str]) -> None:
+    roofline = planned_roofline(
+        Machine(**{"device": "epyc-2-cores", **settings}), decoder_of({**CONFIG, "model_type": model_type})
+    )
+    assert (roofline.weights, roofline.kv_dtype) == expected
 
 
 def test_tiers_and_fetching_are_planned_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

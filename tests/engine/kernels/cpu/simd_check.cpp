@@ -78,7 +78,10 @@ const Operation kOperations[] = {
     {"dot_u8s8", [](const Block& x) { put(x, dot_u8s8(i_load(x.a), i_load(x.b), i_load(x.c))); }},
     {"dot_bf16", [](const Block& x) { put(x, dot_bf16(floats(x.a), i_load(x.b), i_load(x.c))); }},
     {"bf16_from_i8", [](const Block& x) { put(x, bf16_from_i8(bytes(x.a))); }},
-    {"dot_pairs", [](const Block& x) { put(x, dot_pairs(floats(x.a), pairs_from_i8(bytes(x.b)), i_load(x.c))); }},
+    {"dot_pairs", [](const Block& x) {
+         const F acc = floats(x.a) * f_set(kPairsScale);
+         put(x, dot_pairs(acc, pairs_from_i8(bytes(x.b)), i_load(x.c)) * f_set(1 / kPairsScale));
+     }},
     {"dot_weights", [](const Block& x) { put(x, i_products(dot_weights(i_load(x.a), i_weights(x.b), i_load(x.c)), sums_of_4(x.c))); }},
     {"dot_nibbles", [](const Block& x) {  // as many as may go to one part, but no more than 4 units
          const int count = 2 * (kNibbleSteps < 4 ? kNibbleSteps : 4);
