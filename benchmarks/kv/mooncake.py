@@ -35,7 +35,7 @@ LAPTOP = WorkerSpec(
     max_context=16384,
     kv_bytes_per_token=23040,
 )
-"""SmolLM2-135M in int8 on a core; its pool holds about 28 prompts, as that of a GPU holds of the whole lengths."""
+"""SmolLM2-135M in int8, KV in bfloat16, on a core; its pool holds some 28 prompts, as a GPU's holds of the whole lengths."""
 VARIANTS: Mapping[str, tuple[bool, bool]] = {
     "neither": (False, False), "fetching": (True, False), "tiers": (False, True), "both": (True, True),
 }  # fmt: skip

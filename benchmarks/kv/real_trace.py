@@ -31,6 +31,7 @@ TRACE = "mooncake_conversation_trace.jsonl"
 NUM_REQUESTS, SPEEDUP, MAX_TOKENS = 60, 0.06, 4000
 """A tenth of the lengths on one core, at a sixteenth of the trace's pace: some 0.17 requests a second."""
 POOL_MB = 384
+POOL_FLAGS = ("--kv-memory-mb", str(POOL_MB), "--kv-dtype", "bfloat16")
 FETCH_BYTES_PER_S, TIER_BYTES_PER_S, TIER_BYTES = 1e9, 1e9, 8e9
 MESH = Shape(1, 1, 0, FETCH_BYTES_PER_S, TIER_BYTES, TIER_BYTES_PER_S)
 NUM_WARMING = 12
@@ -78,9 +79,7 @@ def _figures(name: str, real: Real, ours: Figures) -> list[Figure]:
 async def on_real_mesh(arrivals: Sequence[Arrival], *, keeps: bool) -> Real:
     """Ask the requests when they are due."""
     async with (
-        running(
-            "--kv-memory-mb", str(POOL_MB), "--num-threads", "1", prefill=1, decode=1, has_tiers=keeps, fetches=keeps
-        ) as mesh,
+        running(*POOL_FLAGS, "--num-threads", "1", prefill=1, decode=1, has_tiers=keeps, fetches=keeps) as mesh,
         AsyncClient(mesh.router_addresses) as client,
     ):
         for number in range(NUM_WARMING):  # other requests, one after the other and some together

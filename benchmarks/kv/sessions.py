@@ -27,6 +27,7 @@ NUM_SESSIONS, GAP_S = 3, 8.0
 NUM_ROUNDS = {1: 2, 2: 1}
 POOL_MB = 104
 """Of each worker: some 4 700 tokens, one of these conversations at its end."""
+POOL_FLAGS = ("--kv-memory-mb", str(POOL_MB), "--kv-dtype", "bfloat16")
 BYTES_PER_TOKEN = 30 * 2 * 3 * 64 * 2
 VLLM_BLOCK, MAX_CONTEXT = 128, 8192
 """Tokens of a block of vLLM on a CPU."""
@@ -89,7 +90,7 @@ async def figures(num_each: int) -> list[Figure]:
         clients: dict[str, AsyncClient] = {}
         for name in (WITH, WITHOUT):
             sources = {"has_tiers": name == WITH, "fetches": name == WITH}
-            mesh = running("--kv-memory-mb", str(POOL_MB), "--max-context", "4608", prefill=num_each, decode=num_each, **sources)
+            mesh = running(*POOL_FLAGS, "--max-context", "4608", prefill=num_each, decode=num_each, **sources)
             meshes[name] = await stack.enter_async_context(mesh)
             clients[name] = await stack.enter_async_context(AsyncClient(meshes[name].router_addresses))
             await load(clients[name], 900, num, gap_s=0.5, turns=1)  # warms up

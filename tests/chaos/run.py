@@ -63,9 +63,9 @@ TIER_FAULTS = 650  # 10 of each kind at each state
 APART_VARIABLE = "PDMESH_CHAOS_APART"
 """Set in a process that is in a namespace of its own, to the stage that it runs alone: HOSTS or TIERS."""
 HOSTS, TIERS = "hosts", "tiers"
-TIER_FLAGS = ("--kv-pull", "always", "--kv-restore", "always", "--kv-disk-gb", "0.003")
-TIER_DISK_MB, TIER_HOST_GB = 8, 0.0016
-"""A tiny model's block has 4 KiB: a pool of 256 blocks, 400 in host memory, 700 on a disk with room for 1000."""
+TIER_FLAGS = ("--kv-pull", "always", "--kv-restore", "always", "--kv-disk-gb", "0.0019")
+TIER_DISK_MB, TIER_HOST_GB = 4, 0.00103
+"""A tiny model's block has 2.5 KiB: a pool of 400 blocks, as many in host memory, 700 on a disk with room for 1000."""
 ROUND_FAULTS = 55
 NUM_JOBS = 64
 FLOAT32_FLAGS = ("--backend", "torch", "--dtype", "float32", "--quantization", "none")
