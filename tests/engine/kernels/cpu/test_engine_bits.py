@@ -26,8 +26,8 @@ from tests.support.tiny_models import VOCAB_SIZE, make_tiny_model
 pytestmark = needs_native
 MAX_TOKENS = 20
 NUMBERS: dict[str, dict[str, object]] = {
-    "default": {},
-    "int8-kv": {"kv_dtype": "int8"},
+    "default": {},  # KV in int8
+    "bfloat16-kv": {"kv_dtype": "bfloat16"},
     "int4": {"quantization": "int4"},
     "bfloat16": {"dtype": "bfloat16"},
     "float32": {"dtype": "float32", "kv_dtype": "bfloat16"},
