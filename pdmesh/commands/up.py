@@ -93,6 +93,10 @@ class Options:
         },
     )
     bind_cpus: bool = field(default=False, metadata={"help": "each worker computes on cores of its own, where there are enough"})
+    lend_cores: bool = field(
+        default=True,
+        metadata={"help": "workers compute on each other's idle cores"},
+    )
     tls: bool = field(default=False, metadata={"help": "encrypt, with certificates made for this mesh and deleted with it"})
     certificates: TlsConfig = field(default_factory=TlsConfig, metadata={"flatten": True})
     mesh_secret: MeshSecretConfig = field(default_factory=MeshSecretConfig, metadata={"flatten": True})
@@ -202,6 +206,7 @@ def _mesh_config(options: Options, folder: Path) -> LocalMeshConfig:
         mesh=options.mesh,
         num_threads=options.threads,
         bind_cpus=options.bind_cpus,
+        lend_cores=options.lend_cores,
         start_timeout_s=options.start_timeout(),
         log_dir=options.log_dir,
         tls=options.certificates,

@@ -111,6 +111,10 @@ class EngineConfig:
         default=0, metadata={"help": "triton: largest rank of a LoRA adapter; 0: that of --lora, 64 at least"}
     )
     num_threads: int = field(default=0, metadata={"help": "threads that compute; 0: one for each core"})
+    core_table: str = field(
+        default="",
+        metadata={"help": "native: file by which workers of a host lend each other idle cores; empty: none are lent"},
+    )
     tensor_parallel: int = field(
         default=1, metadata={"help": "processes (on CUDA: GPUs) that share the model; not with the native backend"}
     )

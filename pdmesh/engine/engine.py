@@ -292,6 +292,7 @@ class Engine:
         """Run one step for all sequences that fit into it. None: nothing to do until another call changes that."""
         step = self.schedule_step()
         if step is None:
+            self._loaded.rest()
             return None
         self.run_step(step)
         return self.postprocess_step(step)

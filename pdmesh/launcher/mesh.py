@@ -26,6 +26,7 @@ from rich.table import Table
 from pdmesh.client.client import AsyncClient
 from pdmesh.errors import MeshError
 from pdmesh.launcher.certificates import CertificateError, make_certificates
+from pdmesh.launcher.core_table import SharedFile
 from pdmesh.launcher.local_state import Target
 from pdmesh.launcher.member import Member, OnEvent, start_all
 from pdmesh.launcher.plan import (
@@ -73,6 +74,7 @@ class LocalMesh:
         self._certificates: tempfile.TemporaryDirectory[str] | None = None
         self._secret: tempfile.TemporaryDirectory[str] | None = None
         self._traces: Traces | None = None
+        self._core_table: SharedFile | None = None
         self._on_event = on_event
         self._on_progress = on_progress
 
@@ -208,6 +210,9 @@ class LocalMesh:
         if self.config.bind_cpus and not cpu_sets(self.config, cores):
             few = f"{len(cores)} cores are too few for the threads of all of them"
             self._on_event(f"workers are not bound to cores: {AFFINITY.problem or few}")
+        if self.config.has_lending and self._core_table is None:
+            self._core_table = SharedFile.make("cores", self.log_dir)
+            self.config = replace(self.config, core_table=self._core_table.path)
         self.workers = tuple(self._member(plan) for plan in worker_plans(self.config, self.redis_url, cores))
         self.routers = tuple(self._member(plan) for plan in router_plans(self.config, self.redis_url))
         await start_all(self._members, self._on_progress)
@@ -308,6 +313,10 @@ class LocalMesh:
             self._traces = None
         self._delete_certificates()
         self._delete_secret()
+        if self._core_table is not None:
+            self._core_table.close()
+            self._core_table = None
+            self.config = replace(self.config, core_table="")
 
     async def __aenter__(self) -> Self:
         await self.start()

@@ -57,6 +57,8 @@ class LocalMeshConfig:
     mesh: str = "default"
     num_threads: int = 0  # of each worker; 0: the cores divided by the workers
     bind_cpus: bool = False  # each worker's engine to cores of its own, where there are enough: see `cpu_sets`
+    lend_cores: bool = True  # workers compute on each other's cores while these have nothing to do
+    core_table: str = ""  # the file that lending goes by; LocalMesh makes it
     max_workers: int = 0  # that there may be later: cores and memory are divided by this number; 0: the initial one
     drain_grace_s: float | None = None  # for a removed worker to finish its work; None: half of stop_grace_s
     restart: bool = True  # processes that die are started again
@@ -87,6 +89,12 @@ class LocalMeshConfig:
     def num_sharing(self) -> int:
         """Return the number of workers by which cores and memory are divided."""
         return max(1, self.num_workers, self.max_workers)
+
+    @property
+    def has_lending(self) -> bool:
+        """Return whether workers lend each other cores: ours on CPUs, where there are several."""
+        is_ours = self.engine == DEFAULT_ENGINE and self.device == "cpu"
+        return self.lend_cores and is_ours and self.num_sharing > 1
 
     @property
     def autoscaler_metrics_port(self) -> int | None:
@@ -198,6 +206,7 @@ def _worker(
         "--mesh": config.mesh,
         "--num-threads": str(threads),
         **({"--cpus": ",".join(map(str, cpus))} if cpus else {}),
+        **({"--core-table": config.core_table} if config.core_table else {}),
         "--kv-memory-share": f"{_kv_share(config):.4g}",
         "--drain-grace-s": str(config.stop_grace_s / 2 if config.drain_grace_s is None else config.drain_grace_s),
     }

@@ -31,8 +31,14 @@ def processor_features(cpuinfo: Path = CPUINFO) -> frozenset[str]:
 
 
 def usable_cores() -> list[int]:
-    """Return the numbers of the cores that this process may run on, ascending; all of them where the system does not say."""
+    """Return the numbers of the cores that this thread may run on, ascending; all of them where the system does not say."""
     return sorted(linux.allowed_cores()) if AFFINITY.is_there else list(range(os.cpu_count() or 1))
+
+
+def process_cores() -> list[int]:
+    """Return the numbers of the cores that the process's main thread may run on, ascending, to which others of its threads may be
+    bound. All of them where the system does not say."""
+    return sorted(linux.allowed_cores(os.getpid())) if AFFINITY.is_there else list(range(os.cpu_count() or 1))
 
 
 def physical_bytes() -> int:

@@ -141,11 +141,11 @@ def request_matrix_tiles() -> None:
         raise _failed("arch_prctl(ARCH_REQ_XCOMP_PERM)")
 
 
-def allowed_cores() -> set[int]:
-    """Return the numbers of the cores on which this thread may run."""
+def allowed_cores(thread_id: int = 0) -> set[int]:
+    """Return the numbers of the cores on which a thread may run; 0: the present one. A process's id is its main thread's."""
     if sys.platform != "linux":
         raise _absent("sched_getaffinity")
-    return os.sched_getaffinity(0)
+    return os.sched_getaffinity(thread_id)
 
 
 def bind_thread(cores: Collection[int]) -> None:

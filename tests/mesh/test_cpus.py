@@ -1,6 +1,7 @@
 """A mesh whose workers compute on cores of their own."""
 
 import os
+import struct
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,16 @@ def bound_to(pid: int) -> list[set[int]]:
     return [cores for task in tasks if (cores := os.sched_getaffinity(task)) != set(usable_cores())]
 
 
+def slots_in(table: str) -> list[tuple[int, ...]]:
+    """Of each of two slots: whether it has an owner, until when it is wanted, who has borrowed it, how often it was borrowed."""
+    content = Path(table).read_bytes()
+    return [struct.unpack_from("=QqQQ", content, 64 * (1 + slot)) for slot in range(2)]
+
+
 @pytest.mark.skipif(len(usable_cores()) < 2, reason="needs two cores")
 async def test_engines_have_cores_of_their_own(tiny: Path) -> None:
     prompt = oracle.prompt_of(41, 50)
-    async with LocalMesh(LocalMeshConfig(model=str(tiny), port=0, num_threads=1, bind_cpus=True)) as mesh:
+    async with LocalMesh(LocalMeshConfig(model=str(tiny), port=0, num_threads=1, bind_cpus=True, lend_cores=False)) as mesh:
         async with AsyncClient(mesh.router_addresses) as client:
             answer = await client.generate(prompt, temperature=0, max_tokens=8, mode="remote", timeout=60)
         prefill, decode = (bound_to(mesh.member(name).pid) for name in ("prefill-0", "decode-0"))
@@ -30,6 +37,21 @@ async def test_engines_have_cores_of_their_own(tiny: Path) -> None:
         assert all(cores == prefill[0] for cores in prefill) and all(cores == decode[0] for cores in decode)
         assert os.sched_getaffinity(mesh.member("decode-0").pid) == set(usable_cores())
     assert [list(answer.token_ids)] == oracle.answer(tiny, prompt, SamplingParams(temperature=0, max_tokens=8))
+
+
+@pytest.mark.skipif(len(usable_cores()) < 2, reason="needs two cores")
+async def test_a_prompt_computes_on_the_core_of_the_worker_that_has_nothing_to_do(tiny: Path) -> None:
+    prompts = [oracle.prompt_of(seed, 400) for seed in range(50, 58)]
+    async with LocalMesh(LocalMeshConfig(model=str(tiny), port=0, num_threads=1)) as mesh:
+        async with AsyncClient(mesh.router_addresses) as client:
+            answers = [await client.generate(each, temperature=0, max_tokens=2, mode="remote", timeout=60) for each in prompts]
+        table, slots = mesh.config.core_table, slots_in(mesh.config.core_table)
+    assert all(is_owned for is_owned, *_ in slots), "each worker has a slot"
+    assert sum(times_borrowed for *_, times_borrowed in slots) > 0
+    with pytest.raises(FileNotFoundError):  # the table is not left behind
+        slots_in(table)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert [list(answer.token_ids)] == oracle.answer(tiny, prompt, SamplingParams(temperature=0, max_tokens=2))
 
 
 async def test_too_few_cores_are_said(tiny: Path) -> None:

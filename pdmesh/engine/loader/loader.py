@@ -18,6 +18,7 @@ from pdmesh.engine.backend_selection import Numerics, choose_numerics, wants_tri
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.kernels.cpu import isa
 from pdmesh.engine.kernels.cpu.build import BuildFailed, NoCompiler
+from pdmesh.engine.kernels.cpu.core_table import CoreTable
 from pdmesh.engine.kernels.cpu.library import open_library
 from pdmesh.engine.kernels.cpu.model import KERNEL_REVISION, NativeModel, PackedWeights
 from pdmesh.engine.kernels.cpu.step_memory import StepBuffers
@@ -91,12 +92,17 @@ class LoadedModel:
         """Return the memory that steps and their graphs need besides weights and pool; 0: the model does not say."""
         num_tokens, num_rows = config.max_num_batched_tokens, min(config.max_num_batched_tokens, config.max_num_seqs)
         if isinstance(self.model, NativeModel):
-            sizes = num_tokens, num_rows, self.model.num_threads
+            sizes = num_tokens, num_rows, self.model.max_threads
             return StepBuffers(self.config, self.model.weights, *sizes, has_adapters=self.adapter_slots is not None).num_bytes()
         if isinstance(self.model, DecoderModel):
             return torch_step_bytes(self.model.config, self.dtype.itemsize, num_tokens, num_rows)
         own = getattr(self.model, "step_bytes", None)
         return own(config) if own is not None else 0
+
+    def rest(self) -> None:
+        """Say that nothing is to be computed until the next step."""
+        if isinstance(self.model, NativeModel):
+            self.model.rest()
 
     def prepare(self, kv: Tensor) -> None:
         """Prepare before the first request what its first steps would wait for, such as the recording of graphs on the pool
@@ -194,9 +200,11 @@ def _load(
         return model, numeric_mode(model, config.device)
     num_threads = config.num_threads or default_threads()
     weights = _packed_weights(NativeBuilder(source, numerics, max_context), config, digest, progress)
+    cores = CoreTable(config.core_table, num_threads) if config.core_table else None
     native = NativeModel(
-        library, source.config, weights, block_size=config.block_size, kv_dtype=numerics.kv_dtype, num_threads=num_threads
-    )
+        library, source.config, weights, block_size=config.block_size, kv_dtype=numerics.kv_dtype, num_threads=num_threads,
+        cores=cores,
+    )  # fmt: skip
     return native, numerics.name(f"native{KERNEL_REVISION}-{isa.detect().mode}")
 
 

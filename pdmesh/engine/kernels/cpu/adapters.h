@@ -169,7 +169,7 @@ class StepAdapters {
   public:
     StepAdapters(Team& team, int num_layers, int most_outputs)
         : team_(team), num_maps_(num_layers * kAdaptedProducts), most_panels_(round_up(most_outputs, kPanel) / kPanel),
-          own_wide_(team.size()), kept_(team.size()), pieces_(team.size()) {}
+          own_wide_(team.capacity()), kept_(team.capacity()), pieces_(team.capacity()) {}
 
     // Before the region. `few`: up to so many rows every rank prepares all rows itself.
     void begin(const PdmeshStep& step, int few) {

@@ -43,15 +43,15 @@ struct TailGroup {
 class AttentionPlan {
   public:
     // `groups`: query heads of each key/value head. `has_window`: of any layer.
-    AttentionPlan(int num_kv_heads, int groups, int block_size, bool has_window, int team_size, int tile_target)
-        : num_heads_(num_kv_heads), groups_(groups), block_size_(block_size), team_size_(team_size), has_window_(has_window),
+    AttentionPlan(int num_kv_heads, int groups, int block_size, bool has_window, int tile_target)
+        : num_heads_(num_kv_heads), groups_(groups), block_size_(block_size), has_window_(has_window),
           tile_queries_(std::max(1, tile_target / groups)) {}
 
     int most_rows() const { return tile_queries_ * groups_; }
     int queries_of(int seq) const { return step_->query_starts[seq + 1] - step_->query_starts[seq]; }
 
-    // Attention items, the same for all layers: a window only makes some chunks empty.
-    void make(const PdmeshStep& step) {
+    // Attention items, the same for all layers: a window only makes some chunks empty. `team_size`: threads among which they are shared.
+    void make(const PdmeshStep& step, int team_size) {
         step_ = &step;
         items.clear();
         splits.clear();
@@ -65,7 +65,7 @@ class AttentionPlan {
             if (family.queries <= most_split) most_queries = std::max(most_queries, family.queries);
         partial_rows = round_up(most_queries * groups_, 16);
         // The heads of a block lie side by side in memory: split, they are read one after the other, as memory sends them fastest.
-        const bool may_split = (num_heads_ > 1 && rows_of_all_partials(step) <= kMostPartialRows) || (team_size_ > 1 && tiles < 8 * team_size_);
+        const bool may_split = (num_heads_ > 1 && rows_of_all_partials(step) <= kMostPartialRows) || (team_size > 1 && tiles < 8 * team_size);
         for (const Family& family : families_)
             for (int head = 0; head < num_heads_; head++) {
                 const int shared_partial = num_partials;
@@ -78,7 +78,7 @@ class AttentionPlan {
             return std::tuple(-a.cost(), a.seq, a.chunk_begin, a.head) < std::tuple(-b.cost(), b.seq, b.chunk_begin, b.head);
         });
         // The heads of a sequence lie side by side: one rank takes them all where that leaves enough for the others.
-        bundle = static_cast<int>(items.size()) >= 8 * team_size_ * num_heads_ ? num_heads_ : 1;
+        bundle = static_cast<int>(items.size()) >= 8 * team_size * num_heads_ ? num_heads_ : 1;
         this->num_partials = num_partials;
         mark_open_groups(step);
     }
@@ -188,7 +188,7 @@ class AttentionPlan {
     }
 
     const PdmeshStep* step_ = nullptr;
-    int num_heads_, groups_, block_size_, team_size_;
+    int num_heads_, groups_, block_size_;
     bool has_window_;
     int tile_queries_;
     std::vector<Family> families_;

@@ -15,8 +15,8 @@ namespace pdmesh {
 class AttentionStage {
   public:
     AttentionStage(Team& team, const KVGeometry& kv, int groups, bool has_window, const AttentionShape& shape)
-        : team_(team), kv_(kv), groups_(groups), shape_(shape), plan_(kv.num_kv_heads, groups, kv.block_size, has_window, team.size(), shape.is_latent ? kLatentTarget : kTileTarget) {
-        for (int rank = 0; rank < team.size(); rank++) {
+        : team_(team), kv_(kv), groups_(groups), shape_(shape), plan_(kv.num_kv_heads, groups, kv.block_size, has_window, shape.is_latent ? kLatentTarget : kTileTarget) {
+        for (int rank = 0; rank < team.capacity(); rank++) {
             scratch_.push_back(std::make_unique<AttentionScratch>(plan_.most_rows(), shape));
             if (shape.is_latent) latents_.push_back(std::make_unique<LatentChunk>(kv, shape));
         }
@@ -28,7 +28,7 @@ class AttentionStage {
         step_ = &step;
         kv_.num_blocks = step.num_blocks;
         kv_.base = step.kv;
-        plan_.make(step);
+        plan_.make(step, team_.expected_size());
         loose_groups_.reserve(static_cast<size_t>(plan_.num_loose_groups) * kv_.loose_group_bytes());
         partial_sums_.reserve(static_cast<size_t>(plan_.num_partials) * plan_.partial_rows * 2 + kPanel);  // merge reads whole vectors
         partial_outputs_.reserve(static_cast<size_t>(plan_.num_partials) * plan_.partial_rows * shape_.value_dim);

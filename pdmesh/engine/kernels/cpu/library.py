@@ -196,7 +196,8 @@ def open_library(say: Say = print) -> ctypes.CDLL:
     library = load_library(say)
     _check_abi(library)
     signatures = {
-        "pdmesh_engine_create": (c_void_p, (POINTER(Model), c_int32, c_int32)),
+        "pdmesh_engine_create": (c_void_p, (POINTER(Model), c_int32, c_int32, c_void_p, c_int32, c_int32)),
+        "pdmesh_engine_rest": (None, (c_void_p,)),
         "pdmesh_engine_create_beside": (c_void_p, (POINTER(Model), c_void_p)),
         "pdmesh_engine_destroy": (None, (c_void_p,)),
         "pdmesh_engine_team": (c_void_p, (c_void_p,)),

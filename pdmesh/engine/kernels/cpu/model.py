@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pdmesh.engine.kernels.cpu import library as abi
+from pdmesh.engine.kernels.cpu.core_table import CoreTable
 from pdmesh.engine.kernels.cpu.library import gather
 from pdmesh.engine.kernels.cpu.sampling import NativeSampler
 from pdmesh.engine.kv_cache.events import LayerReadiness
@@ -337,9 +338,11 @@ class NativeModel:
         block_size: int,
         kv_dtype: torch.dtype,
         num_threads: int,
+        cores: CoreTable | None = None,
         beside: NativeModel | None = None,
     ) -> None:
-        """With `beside` the model computes with that model's threads, in turn with it, and `num_threads` are as many as those.
+        """`cores`: its slots among a host's cores, one for each thread; on others it may compute, too. With `beside` the model
+        computes with that model's threads, in turn with it, and `num_threads` are as many as those.
 
         Raises MemoryError when the engine's threads or buffers cannot be had.
         """
@@ -348,6 +351,7 @@ class NativeModel:
         self.adapters: abi.AdapterTable | None = None  # what the slots of a batch's adapters name
         self._library = library
         self._kv_dtype, self._block_size, self._num_threads = kv_dtype, block_size, num_threads
+        self._cores: CoreTable | None = cores if beside is None else beside._cores
         self._kept_step: Callable[[], PackedStep | None] = _nothing  # of the last DecodeBatch, which holds it
         self._expert_counts = [_counts(layer) for layer in weights.layers]
         # The engine reads them in every step.
@@ -360,7 +364,8 @@ class NativeModel:
         self._latents = [None if layer.latent is None else layer.latent.descriptor() for layer in weights.layers]
         descriptor = ctypes.byref(self._descriptor(block_size))
         if beside is None:
-            self._handle = library.pdmesh_engine_create(descriptor, num_threads, SPIN_US)
+            lending = (None, 0, 0) if cores is None else (cores.address, cores.first, cores.max_guests)
+            self._handle = library.pdmesh_engine_create(descriptor, num_threads, SPIN_US, *lending)
         else:
             self._handle = library.pdmesh_engine_create_beside(descriptor, beside._handle)
         if not self._handle:
@@ -377,6 +382,16 @@ class NativeModel:
     @property
     def num_threads(self) -> int:
         return self._num_threads
+
+    @property
+    def max_threads(self) -> int:
+        """Return the most threads that a step may have: its own, and those on cores that others lend."""
+        return self._num_threads + (0 if self._cores is None else self._cores.max_guests)
+
+    def rest(self) -> None:
+        """Let others use its cores until its next step."""
+        if self._cores is not None:
+            self._library.pdmesh_engine_rest(self._handle)
 
     @property
     def team(self) -> int:
@@ -396,9 +411,11 @@ class NativeModel:
 
     def first_layers(self, num_layers: int) -> NativeModel:
         """See DecoderModel.first_layers. The two models compute with the same threads, in turn."""
-        config, sizes = shortened(self.config, num_layers), {"block_size": self._block_size, "num_threads": self._num_threads}
-        weights = replace(self.weights, layers=self.weights.layers[:num_layers])
-        first = NativeModel(self._library, config, weights, kv_dtype=self._kv_dtype, **sizes, beside=self)
+        config, weights = shortened(self.config, num_layers), replace(self.weights, layers=self.weights.layers[:num_layers])
+        first = NativeModel(
+            self._library, config, weights, block_size=self._block_size, kv_dtype=self._kv_dtype, num_threads=self._num_threads,
+            beside=self,
+        )  # fmt: skip
         first.adapters = self.adapters
         return first
 

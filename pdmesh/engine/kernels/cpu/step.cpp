@@ -22,6 +22,7 @@
 #include "experts.h"
 #include "gemm.h"
 #include "kv_copy.h"
+#include "guest_worth.h"
 #include "parallel.h"
 #include "rows.h"
 #include "tiles.h"
@@ -47,7 +48,7 @@ class Engine {
         groups_ = model.num_heads / model.num_kv_heads;
         hidden_stride_ = round_up(model.hidden, 16);
         qkv_stride_ = round_up(model.layers[0].qkv.n, 16);
-        for (int rank = 0; rank < team_.size(); rank++) {
+        for (int rank = 0; rank < team_.capacity(); rank++) {
             own_rows_.push_back(std::make_unique<RowBuffer>());
             head_groups_.emplace_back().reserve(model.num_heads);
             routers_.emplace_back();
@@ -65,8 +66,9 @@ class Engine {
         adapters_.begin(step, kFewRows);
         profile_ = {};
         const int64_t start = now_ns();
-        team_.run([this](int rank) { forward(rank); });
+        const bool had_guests = team_.run_with_guests(worth_.asks(step.num_tokens), [this](int rank, int place) { forward(rank, place); });
         profile_.total = now_ns() - start;
+        worth_.note(step.num_tokens, had_guests, profile_.total);
         if (step.profile) *step.profile = profile_;
     }
 
@@ -159,16 +161,15 @@ class Engine {
         }
     };
 
-    void forward(int rank) {
+    // `place`: the layer at whose beginning a guest joined; Team::kStart for all who were there from the start.
+    void forward(int rank, int place) {
         [[maybe_unused]] const TileSession tiles;
         Clock clock{now_ns(), rank == 0 && step_->profile};
-        embed(rank);
-        team_.barrier();
-        clock.mark(profile_.embed);
         int num_rows = step_->num_tokens;
         const bool is_whole = step_->num_rows == step_->num_tokens;
-        project_inputs(rank, 0, {0, num_rows}, num_rows, clock);
-        for (int index = 0; index < model_.num_layers; index++) {
+        if (place == Team::kStart) begin(rank, clock);
+        for (int index = std::max(place, 0); index < model_.num_layers; index++) {
+            if (index > 0 && index != place) team_.boundary(index);
             const PdmeshLayer& layer = layers_[index];
             if (layer.query_norm.weight && model_.head_norms == kOverAllHeads) norm_all_heads(rank, layer);
             if (layer.latent) absorb_and_write(rank, index, layer, *layer.latent);
@@ -204,6 +205,14 @@ class Engine {
         multiply(team_, rank, model_.head, rows, step_->num_rows, Emitted{step_->logits, size_t(model_.vocab), model_.vocab});
         if (model_.logits_multiplier != 1.0f || model_.logits_softcap != 0) scale_logits(rank);
         clock.mark(profile_.head);
+    }
+
+    // Up to the first attention.
+    void begin(int rank, Clock& clock) {
+        embed(rank);
+        team_.barrier();
+        clock.mark(profile_.embed);
+        project_inputs(rank, 0, {0, step_->num_tokens}, step_->num_tokens, clock);
     }
 
     // Rows [first, first + count) of a step.
@@ -696,6 +705,7 @@ class Engine {
     int groups_, hidden_stride_, qkv_stride_;
     const PdmeshStep* step_ = nullptr;
     PdmeshProfile profile_{};
+    GuestWorth worth_;
     Buffer<float> hidden_, qkv_, inner_, branch_, router_logits_, contributions_, mixed_, expanded_, absorbed_, values_;
     std::vector<std::vector<RowGroup>> head_groups_;  // of each rank
     ExpertPairs pairs_;
@@ -726,10 +736,12 @@ void pdmesh_abi(int64_t* sizes) {
     sizes[9] = sizeof(PdmeshAdapterMap);
 }
 
-// The weights stay the caller's and must outlive the engine. Null without memory or threads.
-void* pdmesh_engine_create(const PdmeshModel* model, int32_t num_threads, int32_t spin_us) {
+// The weights stay the caller's and must outlive the engine. Null without memory or threads. `table`: what core_table.py maps, of which the
+// engine's threads have slots [first_slot, first_slot + num_threads), and on others up to `max_guests` more compute; null: nothing is lent.
+void* pdmesh_engine_create(const PdmeshModel* model, int32_t num_threads, int32_t spin_us, void* table, int32_t first_slot, int32_t max_guests) {
     try {
-        return new Engine(*model, std::make_shared<pdmesh::Team>(num_threads, spin_us));
+        const pdmesh::CoreTable cores(table, first_slot, num_threads);
+        return new Engine(*model, std::make_shared<pdmesh::Team>(num_threads, spin_us, cores, table ? max_guests : 0));
     } catch (const std::exception&) {
         return nullptr;
     }
@@ -748,6 +760,9 @@ void pdmesh_engine_destroy(void* engine) { delete static_cast<Engine*>(engine); 
 
 // The engine's threads, for the sampler that runs between steps.
 void* pdmesh_engine_team(void* engine) { return static_cast<Engine*>(engine)->team().get(); }
+
+// The engine has nothing to compute: other workers may use its cores until its next step.
+void pdmesh_engine_rest(void* engine) { static_cast<Engine*>(engine)->team()->rest(); }
 
 // What the buffers of all engines have grown by, in bytes.
 int64_t pdmesh_reserved_bytes() { return pdmesh::reserved_bytes; }

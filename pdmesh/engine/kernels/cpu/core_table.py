@@ -1,0 +1,132 @@
+"""A table of a host's cores, which workers of that host map to lend each other those that they do not use.
+
+A worker takes a slot for each of its threads. While it computes, its slots are marked as wanted; while it has nothing to
+compute, one other worker may borrow each of them, and gives it back as soon as it is wanted (core_table.h, parallel.h). The file
+holds times and marks only: whatever happens to the processes, tokens stay the same, as results depend on no number of threads.
+
+    header   magic (8 bytes), version, number of slots in use (4 bytes each)                       64 bytes
+    slot     whether somebody owns it, until when it is wanted, until when and by whom borrowed,
+             how often it was borrowed, its core's number (-1: any)                                64 bytes, 256 of them
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import struct
+
+from pdmesh.engine.kernels.cpu.threads import quota_cores
+from pdmesh.platform.fallbacks import process_cores, usable_cores
+
+MAGIC, VERSION = b"pdmcores", 1
+MAX_SLOTS, SLOT_BYTES = 256, 64
+NUM_BYTES = SLOT_BYTES * (1 + MAX_SLOTS)
+_HEADER = struct.Struct("=8sII")
+_SLOT = struct.Struct("=QqQQq")
+
+
+class CoreTable:
+    """Hold the mapped table and this process's slots [first, first + num_threads) in it, until `close()` or the process's end.
+
+    The lock on a slot says that its owner lives. Locks are the process's: one engine of a process may have a table.
+    """
+
+    def __init__(self, path: str, num_threads: int) -> None:
+        """Map the file, which is made where there is none, and take slots. ValueError, naming `core_table`, for a file that is no
+        table, cannot be opened, or has no room."""
+        self.num_threads = num_threads
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ValueError(f"core_table: {path}: {error.strerror}; give one that can be written, or none") from None
+        try:
+            fcntl.lockf(self._fd, fcntl.LOCK_EX, 1, 0)  # no longer than another worker takes its slots
+            self._map(path)
+            self.first = self._take()
+            _unlock(self._fd, 0)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def _map(self, path: str) -> None:
+        size = os.fstat(self._fd).st_size
+        if size == 0:
+            os.ftruncate(self._fd, NUM_BYTES)
+        elif size != NUM_BYTES:
+            raise ValueError(f"core_table: {path} has {size} bytes, a table of cores has {NUM_BYTES}; give another file")
+        self._memory = mmap.mmap(self._fd, NUM_BYTES)
+        magic, version, _ = _HEADER.unpack_from(self._memory)
+        if not any(magic):
+            _HEADER.pack_into(self._memory, 0, MAGIC, VERSION, 0)
+        elif (magic, version) != (MAGIC, VERSION):
+            raise ValueError(f"core_table: {path} is no table of cores of version {VERSION}; give another file")
+
+    def _take(self) -> int:
+        """Return the first of the slots, which lie side by side. What an owner that is gone has left behind in them ends here."""
+        run: list[int] = []
+        for slot in range(MAX_SLOTS):
+            if len(run) == self.num_threads:
+                break
+            if _lock(self._fd, _offset(slot)):
+                run.append(slot)
+                continue
+            for free in run:
+                _unlock(self._fd, _offset(free))
+            run = []
+        if len(run) < self.num_threads:
+            raise ValueError(f"core_table: no room for {self.num_threads} threads among its {MAX_SLOTS}; give another file")
+        cores = usable_cores()  # of this thread, to which the worker may have bound it
+        numbers = cores if len(cores) == self.num_threads else [-1] * self.num_threads
+        for slot, core in zip(run, numbers, strict=True):
+            _SLOT.pack_into(self._memory, _offset(slot), 1, 0, 0, 0, core)
+        magic, version, num_used = _HEADER.unpack_from(self._memory)
+        _HEADER.pack_into(self._memory, 0, magic, version, max(num_used, run[-1] + 1))
+        return run[0]
+
+    @property
+    def address(self) -> int:
+        """Return where the header lies in this process's memory, for the kernels. The table outlives what has it."""
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+
+    @property
+    def max_guests(self) -> int:
+        """Return how many threads more than its own the worker may run: on all cores that its affinity and quota allow."""
+        allowed = len(process_cores())
+        return max(0, min(allowed, quota_cores() or allowed) - self.num_threads)
+
+    @property
+    def times_lent(self) -> int:
+        """Return how often other workers have borrowed one of its cores."""
+        own = range(self.first, self.first + self.num_threads)
+        return sum(_SLOT.unpack_from(self._memory, _offset(slot))[3] for slot in own)
+
+    def close(self) -> None:
+        """Give the slots up; nobody borrows them from now on. Idempotent."""
+        if self._fd < 0:
+            return
+        for slot in range(self.first, self.first + self.num_threads):
+            _SLOT.pack_into(self._memory, _offset(slot), 0, 0, 0, 0, -1)
+        os.close(self._fd)  # with the locks
+        self._fd = -1
+
+    def __del__(self) -> None:
+        if getattr(self, "first", None) is not None:
+            self.close()
+
+
+def _offset(slot: int) -> int:
+    return SLOT_BYTES * (1 + slot)
+
+
+def _lock(fd: int, offset: int) -> bool:
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, offset)
+    except OSError:
+        return False
+    return True
+
+
+def _unlock(fd: int, offset: int) -> None:
+    fcntl.lockf(fd, fcntl.LOCK_UN, 1, offset)

@@ -1,0 +1,175 @@
+"""Workers lend each other cores: no result depends on it, nobody waits for a core that is its own, and nothing is left behind."""
+
+from __future__ import annotations
+
+import mmap
+import random
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from pdmesh.engine.kernels.cpu import build, core_table
+from pdmesh.engine.kernels.cpu.core_table import MAGIC, MAX_SLOTS, NUM_BYTES, SLOT_BYTES, VERSION, CoreTable
+from tests.engine.kernels.cpu.native_models import native, prompt
+from tests.support.tiny_families import make_tiny_family
+from tests.support.tiny_models import make_tiny_model
+
+SOURCE = Path(__file__).with_name("team_check.cpp")
+SLOT = struct.Struct("=QqQQq")
+FOREIGN = (4, 5)  # slots of nobody's here, which the test lends
+
+
+@pytest.mark.parametrize(("options", "regions"), [((), 60), (("-fsanitize=thread", "-g"), 8)], ids=["plain", "tsan"])
+def test_guests_come_and_go(options: tuple[str, ...], regions: int, tmp_path: Path) -> None:
+    program = tmp_path / "team"
+    command = [*build.Compiler.find().command, "-O2", "-std=c++20", "-pthread", *options, f"-I{build.SOURCES}", str(SOURCE)]
+    compiled = subprocess.run([*command, "-o", str(program)], capture_output=True, text=True, check=False)
+    if "tsan" in compiled.stderr and compiled.returncode:
+        pytest.skip("the compiler has no library of the thread sanitizer")
+    assert compiled.returncode == 0, compiled.stderr
+    done = subprocess.run([program, str(regions)], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    _, joined, _, late = done.stdout.split()
+    assert int(joined) > int(late) > 0
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return str(tmp_path / "cores")
+
+
+class Lender:
+    """Another worker, which has two cores: it lends them and wants them back at any moment."""
+
+    def __init__(self, path: str) -> None:
+        with open(path, "r+b") as file:
+            self.memory = mmap.mmap(file.fileno(), NUM_BYTES)
+        struct.pack_into("=I", self.memory, len(MAGIC) + 4, max(FOREIGN) + 1)
+        for slot in FOREIGN:
+            SLOT.pack_into(self.memory, SLOT_BYTES * (1 + slot), 1, 0, 0, 0, slot % 2)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Lender:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        chance = random.Random(3)
+        while not self._over.wait(chance.random() / 500):
+            for slot in FOREIGN:
+                self._write(slot, 1, chance.choice([0, 0, 1]) * (time.monotonic_ns() // 1_000_000 + 5))
+
+    def _write(self, slot: int, is_owned: int, wanted_until: int) -> None:
+        struct.pack_into("=Qq", self.memory, SLOT_BYTES * (1 + slot), is_owned, wanted_until)
+
+    @property
+    def borrowed(self) -> list[tuple[int, int]]:
+        """Of each slot: the present borrower's mark, and how often it was borrowed."""
+        return [SLOT.unpack_from(self.memory, SLOT_BYTES * (1 + slot))[2:4] for slot in FOREIGN]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "weights", "kv_dtype"),
+    [
+        ("qwen3", {}, "int8", "bfloat16"),
+        ("mixtral", {}, "int4", "int8"),
+        ("deepseek_v2", {"q_lora_rank": 32, "qk_rope_head_dim": 32, "head_dim": 32}, "int8", "bfloat16"),
+    ],
+    ids=["dense", "experts", "latent"],
+)
+def test_borrowed_cores_change_no_bit(
+    kind: str, fields: dict[str, int], weights: str, kv_dtype: str, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CoreTable, "max_guests", 2)
+    folder = make_tiny_family(tmp_path, kind, **fields)
+    prompts = [prompt(length) for length in (1, 2, 17, 120, 300)]
+    alone = native(folder, weights, kv_dtype=kv_dtype)
+    expected = [alone.logits(tokens) for tokens in prompts]
+    loop = native(folder, weights, kv_dtype=kv_dtype, core_table=path)
+    with Lender(path) as lender:
+        for _ in range(6):
+            for tokens, logits in zip(prompts, expected, strict=True):
+                assert torch.equal(loop.logits(tokens), logits)
+        borrowed = lender.borrowed
+    assert sum(times for _, times in borrowed) > 0
+    assert all(mark == 0 for mark, _ in borrowed), "a core was not given back after the last step"
+
+
+@pytest.fixture
+def other(path: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that has two slots, tells which, and waits."""
+    module = CoreTable.__module__
+    code = f"from {module} import CoreTable; table = CoreTable({path!r}, 2); print(table.first, flush=True); input()"
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_slots_of_a_process_that_was_killed_are_taken_again(other: subprocess.Popen[str], path: str) -> None:
+    assert other.stdout is not None
+    first = int(other.stdout.readline())
+    own = CoreTable(path, 1)
+    assert (first, own.first) == (0, 2)
+    other.kill()
+    other.wait()
+    own.close()
+    own.close()
+    again = CoreTable(path, 3)
+    assert again.first == 0
+    again.close()
+
+
+def test_while_an_owner_computes_its_cores_are_wanted(path: str, tmp_path: Path) -> None:
+    loop = native(make_tiny_model(tmp_path, "llama"), core_table=path)
+
+    def wanted_until() -> int:
+        return int(SLOT.unpack_from(Path(path).read_bytes(), SLOT_BYTES)[1])
+
+    assert wanted_until() == 0
+    loop.logits(prompt(5))
+    assert wanted_until() > time.monotonic_ns() // 1_000_000
+    loop.loaded.rest()
+    assert wanted_until() == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"x", "has 1 bytes, a table of cores has 16448"),
+        (b"x" * NUM_BYTES, f"is no table of cores of version {VERSION}"),
+        (MAGIC + struct.pack("=II", VERSION + 1, 0) + bytes(NUM_BYTES - 16), f"is no table of cores of version {VERSION}"),
+    ],
+)
+def test_a_file_that_is_no_table_is_refused(content: bytes, problem: str, path: str) -> None:
+    Path(path).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"core_table: .*{problem}"):
+        CoreTable(path, 1)
+
+
+def test_what_cannot_be_had_is_said(path: str) -> None:
+    with pytest.raises(ValueError, match=f"core_table: no room for {MAX_SLOTS + 1} threads"):
+        CoreTable(path, MAX_SLOTS + 1)
+    with pytest.raises(ValueError, match=r"core_table: .*/nowhere/cores: No such file or directory; give one"):
+        CoreTable(str(Path(path).parent / "nowhere" / "cores"), 1)
+
+
+def test_guests_are_as_many_as_other_cores(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_table, "process_cores", lambda: list(range(8)))
+    table = CoreTable(path, 3)
+    for quota, expected in ((None, 5), (4, 1), (2, 0)):
+        monkeypatch.setattr(core_table, "quota_cores", lambda quota=quota: quota)
+        assert table.max_guests == expected
+    table.close()
