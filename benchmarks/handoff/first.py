@@ -8,8 +8,8 @@ from pathlib import Path
 
 from benchmarks.engine_runs import prompt
 from benchmarks.handoff.exposed import LINKS, Link, running
-from benchmarks.handoff.spread import Spread
 from benchmarks.harness import Figure, say
+from benchmarks.spread import Spread
 from pdmesh.models.registry import DEFAULT_MODEL, ensure_model
 
 NUM_TOKENS, NUM_LATER = 500, 5

@@ -18,8 +18,8 @@ from pathlib import Path
 import grpc.aio
 
 from benchmarks.engine_runs import prompt
-from benchmarks.handoff.spread import Spread
 from benchmarks.harness import Figure, say
+from benchmarks.spread import Spread
 from pdmesh.models.registry import DEFAULT_MODEL, ensure_model
 from pdmesh.runtime.child import ManagedProcess
 from pdmesh.runtime.rpc.channel import connect

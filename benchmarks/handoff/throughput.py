@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.handoff.ends import NUM_BYTES
-from benchmarks.handoff.spread import Spread
 from benchmarks.harness import Figure, Process, free_ports, interleave, running, say
+from benchmarks.spread import Spread
 from kvtransfer.native.library import PROJECT, Native, address_of
 from kvtransfer.sender.sender import NUM_CONNECTIONS
 from kvtransfer.transports.registry import installed

@@ -8,12 +8,13 @@ from collections.abc import Callable, Mapping
 
 from benchmarks.harness import MODEL, Kept, Measured, Options, Suite
 from benchmarks.peers.servers import watched_shared_memory
-from benchmarks.router import disturbances, mixes, overhead, overload, peers, placement
+from benchmarks.router import disturbances, lending, mixes, overhead, overload, peers, placement
 
 # In the order of what they promise.
 PARTS: Mapping[str, Callable[[Options], Measured]] = {
     "mixes": mixes.figures,
     "peers": peers.figures,
+    "lending": lending.figures,
     "interference": disturbances.figures,
     "overhead": lambda options: overhead.figures(quick=options.quick),
     "prediction": placement.prediction_figures,

@@ -25,7 +25,8 @@ from pdmesh.loadtest.workload import PlannedSession, Segment, TrafficClass, Work
 @dataclass(frozen=True)
 class Shape:
     """Processes and how the router decides. `mode`: forced on every request ("local": nothing is separated); empty: the policy
-    chooses. Each worker's engine gets cores of its own, as many as there are for each. `kv_memory_mb` of each worker."""
+    chooses. Each worker's engine gets cores of its own, as many as there are for each, and with `lend_cores` others' idle ones.
+    `kv_memory_mb` of each worker."""
 
     key: str
     name: str
@@ -39,6 +40,7 @@ class Shape:
     worker_args: tuple[str, ...] = ()
     router_args: tuple[str, ...] = ()
     restart: bool = True
+    lend_cores: bool = True
 
     def config(self, options: Options) -> LocalMeshConfig:
         return LocalMeshConfig(
@@ -50,6 +52,7 @@ class Shape:
             num_routers=self.num_routers,
             port=0,
             bind_cpus=True,
+            lend_cores=self.lend_cores,
             restart=self.restart,
             log_dir=str(options.folder / "logs" / self.key),
             worker_args=("--kv-memory-mb", str(self.kv_memory_mb), *PLAIN_FLAGS, *self.worker_args),

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.harness import Figure, Kept, merged, reached, table
-from benchmarks.router import disturbances, overload, peers, placement
+from benchmarks.router import disturbances, lending, overload, peers, placement
 from benchmarks.router.__main__ import PARTS, SUITE
 from benchmarks.router.meshes import Call, Seen
 from benchmarks.router.mixes import MIXES, Cell, Idle, Kind, Mix, book_of, figures_of, objectives, ratio
@@ -140,6 +140,13 @@ def test_parts_come_in_their_order_and_unknown_ones_are_named() -> None:
     assert SUITE.chosen("prefix,mixes") == ["mixes", "prefix"]
     with pytest.raises(ValueError, match=r"only: there is no part 'nonsense'; there are mixes"):
         SUITE.chosen("mixes,nonsense")
+
+
+def test_lending_compares_turn_by_turn() -> None:
+    turns = {"two-cores": [(1.0, 100.0), (2.0, 50.0), (1.0, 100.0)], "lending": [(1.1, 90.0), (2.4, 60.0), (0.9, 100.0)]}
+    turns["divided"] = [(2 * ttft_s, rate / 2) for ttft_s, rate in turns["two-cores"]]
+    figures = lending.of({key: [lending.Turn(*each) for each in listed] for key, listed in turns.items()})
+    assert [round(float(figure.value), 6) for figure in figures] == [1.1, 1.0, 2.0, 0.5]
 
 
 def stream(start_s: float, step_s: float, count: int = 11) -> Call:
