@@ -46,9 +46,9 @@ async def figures(options: Options) -> list[Figure]:
         meshes = [await stack.enter_async_context(running(shape, options)) for shape in (TWO_CORES, LENDING, DIVIDED)]
         for one in meshes:
             await warm_up(one.target, options.pick(WARMUP_S, 1.0))
-        for turn in range(options.pick(TURNS, 2)):
+        for turn in range(int(options.pick(TURNS, 2))):
             for one in meshes if turn % 2 == 0 else meshes[::-1]:
-                found = await measured(one, turn, options.pick(96, 16))
+                found = await measured(one, turn, int(options.pick(96, 16)))
                 turns[one.shape.key].append(found)
                 say(f"{one.shape.name}: TTFT {found.ttft_s:.3f} s, {found.tokens_per_s:.0f} tokens/s")
     return of(turns)
