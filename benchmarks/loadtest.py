@@ -2,8 +2,9 @@
 
 The server (loadtest_stub.py, a process of its own) draws the latency of each request from a lognormal distribution with a seed,
 so the true quantiles are computed here from the same seed and the plan: no measurement is compared with another. With a stall
-the server answers nothing for a second in the middle; with a freeze it is stopped (SIGSTOP) for a second, sockets and all; what
-it then needs to take in 500 requests at once is its own and not in the truth. What a closed loop would report stands beside it.
+the server answers nothing for a second in the middle; with a freeze it is stopped (SIGSTOP) for a second, sockets and all. Then
+it has 500 requests to take in at once, which is latency too, but of nobody's making: there the truth is when tokens left the
+server, by its own clock. What a closed loop would report stands beside it.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import httpx
 
@@ -55,11 +56,13 @@ class Case:
 
 @dataclass
 class Server:
-    """The stub's process; `started` is when its first request arrived, known after its end."""
+    """The stub's process; known after its end: `started`, when its first request arrived, and `left`, when the first and the last
+    token of each request left."""
 
     process: subprocess.Popen[str]
     address: str
     started: float = 0.0
+    left: Mapping[int, tuple[float, float]] = field(default_factory=dict)
 
 
 @asynccontextmanager
@@ -75,6 +78,8 @@ async def serving(case: Case) -> AsyncIterator[Server]:
         yield server
         process.stdin.close()
         server.started = float(await asyncio.to_thread(process.stdout.readline))
+        left = json.loads(await asyncio.to_thread(process.stdout.readline))
+        server.left = {int(number): (first_s, last_s) for number, (first_s, last_s) in left.items()}
     finally:
         process.kill()
         process.wait()
@@ -90,18 +95,16 @@ def sessions() -> list[PlannedSession]:
     return list(plan(Workload(Arrivals(rate=RATE), (traffic,)), SEED, WARMUP_S + DURATION_S))
 
 
-async def freeze(process: subprocess.Popen[str]) -> tuple[float, float]:
-    """Stops a process for STALL_S; when that began and ended, on the monotonic clock."""
+async def freeze(process: subprocess.Popen[str]) -> None:
+    """Stops a process for STALL_S."""
     await asyncio.sleep(STALL_AT_S)
-    begin = time.monotonic()
     os.kill(process.pid, signal.SIGSTOP)
     await asyncio.sleep(STALL_S)
     os.kill(process.pid, signal.SIGCONT)
-    return begin, time.monotonic()
 
 
-async def run(case: Case) -> tuple[RunLog, Latencies, float]:
-    """One run; the latencies of its server, and when its clock started, in seconds since the run did."""
+async def run(case: Case) -> tuple[RunLog, dict[str, list[float]]]:
+    """One run, and the truth about it."""
     async with serving(case) as server:
         target = open_target(case, server.address)
         try:
@@ -111,16 +114,27 @@ async def run(case: Case) -> tuple[RunLog, Latencies, float]:
             log = await runner.run(sessions())
         finally:
             await target.close()
-    offset = server.started - log.started_at
-    latencies = case.latencies
-    if frozen is not None:
-        begin, end = await frozen
-        latencies = Latencies(stall_at_s=begin - server.started, stall_s=end - begin)
-    return log, latencies, offset
+    if frozen is None:
+        return log, truth(case.latencies, server.started - log.started_at, sessions())
+    await frozen
+    return log, truth_by_the_server(server.left, log.started_at, sessions())
+
+
+def truth_by_the_server(
+    left: Mapping[int, tuple[float, float]], started_at: float, planned: Sequence[PlannedSession]
+) -> dict[str, list[float]]:
+    """Sorted TTFT and end-to-end latencies, in seconds since a request was due, of when tokens left a server. `started_at`: the
+    run, by the server's clock."""
+    due = {s.index: started_at + s.at_s for s in planned if s.at_s >= WARMUP_S}
+    return {
+        "TTFT": sorted(left[index][0] - at_s for index, at_s in due.items()),
+        "end to end": sorted(left[index][1] - at_s for index, at_s in due.items()),
+    }
 
 
 def truth(latencies: Latencies, offset: float, planned: Sequence[PlannedSession]) -> dict[str, list[float]]:
-    """Sorted TTFT and end-to-end latencies, in seconds, of requests that arrive when they are due."""
+    """Sorted TTFT and end-to-end latencies, in seconds, of requests that arrive when they are due. `offset`: when the server's
+    clock started, in seconds since the run did."""
     times = {s.at_s: latencies.token_times(s.index, s.at_s - offset, OUTPUT_TOKENS) for s in planned if s.at_s >= WARMUP_S}
     return {
         "TTFT": sorted(tokens[0] + offset - at_s for at_s, tokens in times.items()),
@@ -144,7 +158,7 @@ def closed_loop(latencies: Latencies) -> list[float]:
 async def case_figures(case: Case) -> list[Figure]:
     """p50 and p99 as reported, and how far they are from the truth."""
     before = time.process_time()
-    log, latencies, offset = await run(case)
+    log, true = await run(case)
     cpu_s = time.process_time() - before
     window = Window(WARMUP_S, WARMUP_S + DURATION_S)
     summary = summarise(log.records, window, ObjectiveBook(Objectives()))
@@ -152,9 +166,8 @@ async def case_figures(case: Case) -> list[Figure]:
     label = f"{case.kind}, {case.disturbance}" if case.disturbance else case.kind
     figures = []
     for name, latency in (("TTFT", summary.ttft), ("end to end", summary.e2e)):
-        true = truth(latencies, offset, sessions())[name]
         for q, reported in ((0.5, latency.p50), (0.99, latency.p99)):
-            exact = 1e3 * quantile(true, q)
+            exact = 1e3 * quantile(true[name], q)
             error = abs(reported - exact) / exact
             say(f"{label}: {name} p{100 * q:g} {reported:.1f} ms, true {exact:.1f} ms: {100 * error:.2f} % off")
             figures.append(Figure(f"{label}: {name} p{100 * q:g}, reported", reported, "ms", "lower", limit=exact))

@@ -57,11 +57,13 @@ class Latencies:
 
 
 class Stub:
-    """The clock that both servers share. `started`: the monotonic time of the first arrival."""
+    """The clock that both servers share. `started`: the monotonic time of the first arrival. `left`: by request number, when its
+    first and its last token left, by the same clock."""
 
     def __init__(self, latencies: Latencies) -> None:
         self._latencies = latencies
         self.started: float | None = None
+        self.left: dict[int, tuple[float, float]] = {}
         self.num_running = 0
 
     async def tokens(self, request_id: str, num_tokens: int) -> AsyncGenerator[int, None]:
@@ -75,6 +77,8 @@ class Stub:
         try:
             for index, at_s in enumerate(self._latencies.token_times(number, now - self.started, num_tokens)):
                 await asyncio.sleep(max(0.0, self.started + at_s - time.monotonic()))
+                left_s = time.monotonic()
+                self.left[number] = (self.left[number][0] if index else left_s, left_s)
                 yield index
         finally:
             self.num_running -= 1
@@ -185,12 +189,12 @@ async def serve_http(stub: Stub) -> tuple[asyncio.Server, str]:
 
 
 async def main(kind: str, latencies: Latencies) -> None:
-    """Serves until standard input ends, then prints when the first request arrived."""
+    """Serves until standard input ends, then prints when the first request arrived, and in the next line `Stub.left`."""
     stub = Stub(latencies)
     server, address = await (serve_grpc(stub) if kind == "grpc" else serve_http(stub))
     print(address, flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
-    print(stub.started, flush=True)
+    print(stub.started, json.dumps(stub.left), sep="\n", flush=True)
     if isinstance(server, asyncio.Server):
         server.close()
     else:
