@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -24,14 +25,13 @@ class SharedFile:
 
     @classmethod
     def make(cls, name: str, folder: Path) -> Self:
-        """Return an empty file, `name` in `folder` where it has to have a name."""
+        """Return an empty file; where it has to have a name, one in `folder` that begins with `name`."""
         if MEMFD.is_there and PROC.is_there:
             fd = linux.memfd(f"pdmesh-{name}", 0)
             return cls(f"/proc/{os.getpid()}/fd/{fd}", fd)
-        path = folder / name
-        path.write_bytes(b"")
-        path.chmod(0o600)
-        return cls(str(path), -1)
+        fd, path = tempfile.mkstemp(prefix=f"{name}-", dir=folder)
+        os.close(fd)
+        return cls(path, -1)
 
     def close(self) -> None:
         """Give it up; who has mapped it keeps it. Idempotent."""

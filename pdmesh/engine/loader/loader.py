@@ -92,7 +92,7 @@ class LoadedModel:
         """Return the memory that steps and their graphs need besides weights and pool; 0: the model does not say."""
         num_tokens, num_rows = config.max_num_batched_tokens, min(config.max_num_batched_tokens, config.max_num_seqs)
         if isinstance(self.model, NativeModel):
-            sizes = num_tokens, num_rows, self.model.max_threads
+            sizes = num_tokens, num_rows, self.model.num_threads, self.model.max_threads
             return StepBuffers(self.config, self.model.weights, *sizes, has_adapters=self.adapter_slots is not None).num_bytes()
         if isinstance(self.model, DecoderModel):
             return torch_step_bytes(self.model.config, self.dtype.itemsize, num_tokens, num_rows)

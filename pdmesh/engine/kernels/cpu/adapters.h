@@ -234,7 +234,7 @@ class StepAdapters {
         wide_stride_ = round_up(inputs, kPanel);
         lowered_stride_ = round_up(ranks, kPanel);
         const size_t places = all_.rows.size(), tile_rows = std::min(num_tokens_, kItemRows);
-        const int tile_panels = std::max(kItemPanels, 2 * (most_panels_ / 2 / team_.size() + 2));
+        const int tile_panels = std::max(kItemPanels, 2 * (most_panels_ / 2 / team_.own_size() + 2));
         wide_.reserve(places * wide_stride_);
         lowered_.reserve(places * lowered_stride_);
         for (auto& pieces : pieces_) pieces.reserve(kMostParts * all_.runs.size() + places / kItemRows);

@@ -38,6 +38,8 @@ class CoreTable {
     CoreTable(void* table, int first, int count)
         : header_(static_cast<CoreTableHeader*>(table)), slots_(reinterpret_cast<CoreSlot*>(header_ + 1)), first_(first), count_(table ? count : 0) {}
 
+    bool is_there() const { return header_ != nullptr; }
+
     // Milliseconds of the clock that all processes of a host share.
     static int64_t now_ms() {
         return std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -94,7 +96,7 @@ class CoreTable {
     }
 
   private:
-    static constexpr uint32_t kMostSlots = 256;
+    static constexpr uint32_t kMostSlots = 4096;
     static constexpr int kTagBits = 16;
     static constexpr int64_t kLeaseMs = 2000;  // longer than a step goes on between two looks
     uint64_t tag() const { return static_cast<uint64_t>(first_) + 1; }

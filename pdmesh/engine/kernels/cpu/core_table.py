@@ -6,25 +6,30 @@ holds times and marks only: whatever happens to the processes, tokens stay the s
 
     header   magic (8 bytes), version, number of slots in use (4 bytes each)                       64 bytes
     slot     whether somebody owns it, until when it is wanted, until when and by whom borrowed,
-             how often it was borrowed, its core's number (-1: any)                                64 bytes, 256 of them
+             how often it was borrowed, its core's number (-1: any)                                64 bytes, 4 096 of them
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import mmap
 import os
+import stat
 import struct
+import time
+import weakref
 
 from pdmesh.engine.kernels.cpu.threads import quota_cores
 from pdmesh.platform.fallbacks import process_cores, usable_cores
 
 MAGIC, VERSION = b"pdmcores", 1
-MAX_SLOTS, SLOT_BYTES = 256, 64
+MAX_SLOTS, SLOT_BYTES = 4096, 64
 NUM_BYTES = SLOT_BYTES * (1 + MAX_SLOTS)
 _HEADER = struct.Struct("=8sII")
 _SLOT = struct.Struct("=QqQQq")
+_PATIENCE_S = 10.0
 
 
 class CoreTable:
@@ -35,20 +40,29 @@ class CoreTable:
 
     def __init__(self, path: str, num_threads: int) -> None:
         """Map the file, which is made where there is none, and take slots. ValueError, naming `core_table`, for a file that is no
-        table, cannot be opened, or has no room."""
+        table, cannot be opened, may be written by others, or has no room."""
         self.num_threads = num_threads
+        with contextlib.suppress(OSError):
+            if _place(os.stat(path)) in _joined:  # to close another descriptor of the file would give up the locks
+                raise ValueError(f"core_table: this process has joined {path} already; give each of its engines another file")
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ValueError(f"core_table: {path}: {error.strerror}; give one that can be written, or none") from None
         try:
-            fcntl.lockf(self._fd, fcntl.LOCK_EX, 1, 0)  # no longer than another worker takes its slots
+            _check_owner(path, os.fstat(self._fd))
+            _lock_table(self._fd, path)
             self._map(path)
             self.first = self._take()
             _unlock(self._fd, 0)
         except BaseException:
             os.close(self._fd)
             raise
+        place = _place(os.fstat(self._fd))
+        _joined.add(place)
+        self._release = weakref.finalize(
+            self, _release, self._memory, self._fd, range(self.first, self.first + num_threads), place
+        )
 
     def _map(self, path: str) -> None:
         size = os.fstat(self._fd).st_size
@@ -78,7 +92,8 @@ class CoreTable:
         if len(run) < self.num_threads:
             raise ValueError(f"core_table: no room for {self.num_threads} threads among its {MAX_SLOTS}; give another file")
         cores = usable_cores()  # of this thread, to which the worker may have bound it
-        numbers = cores if len(cores) == self.num_threads else [-1] * self.num_threads
+        is_bound = len(cores) == self.num_threads and cores != process_cores()
+        numbers = cores if is_bound else [-1] * self.num_threads
         for slot, core in zip(run, numbers, strict=True):
             _SLOT.pack_into(self._memory, _offset(slot), 1, 0, 0, 0, core)
         magic, version, num_used = _HEADER.unpack_from(self._memory)
@@ -104,16 +119,37 @@ class CoreTable:
 
     def close(self) -> None:
         """Give the slots up; nobody borrows them from now on. Idempotent."""
-        if self._fd < 0:
-            return
-        for slot in range(self.first, self.first + self.num_threads):
-            _SLOT.pack_into(self._memory, _offset(slot), 0, 0, 0, 0, -1)
-        os.close(self._fd)  # with the locks
-        self._fd = -1
+        self._release()
 
-    def __del__(self) -> None:
-        if getattr(self, "first", None) is not None:
-            self.close()
+
+def _release(memory: mmap.mmap, fd: int, slots: range, place: tuple[int, int]) -> None:
+    for slot in slots:
+        _SLOT.pack_into(memory, _offset(slot), 0, 0, 0, 0, -1)
+    os.close(fd)  # with the locks
+    _joined.discard(place)
+
+
+_joined: set[tuple[int, int]] = set()
+
+
+def _place(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
+
+
+def _check_owner(path: str, found: os.stat_result) -> None:
+    """Raise ValueError for a file that another user could shrink, which would end all that map it. One without a name is open to
+    nobody else."""
+    if found.st_nlink and (found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)):
+        raise ValueError(f"core_table: {path} belongs to another user, or others may write it; give a file of this user's own")
+
+
+def _lock_table(fd: int, path: str) -> None:
+    """Wait while another worker takes its slots, which takes it a moment."""
+    until = time.monotonic() + _PATIENCE_S
+    while not _lock(fd, 0):
+        if time.monotonic() > until:
+            raise ValueError(f"core_table: {path} has been locked for {_PATIENCE_S:g} s by a worker that starts; end it")
+        time.sleep(0.01)
 
 
 def _offset(slot: int) -> int:

@@ -26,6 +26,7 @@
 
 #if defined(__linux__)
 #include <sched.h>
+#include <unistd.h>
 #endif
 
 #include "core_table.h"
@@ -40,14 +41,16 @@ inline void pause_cpu() {
 #endif
 }
 
-// Where the system can: this thread runs on that core alone.
+// Where the system can: this thread runs on that core alone; -1: on all that the process's main thread may run on.
 inline void bind_to_core([[maybe_unused]] int core) {
 #if defined(__linux__)
-    if (core < 0 || core >= CPU_SETSIZE) return;
     cpu_set_t cores;
     CPU_ZERO(&cores);
-    CPU_SET(core, &cores);
-    sched_setaffinity(0, sizeof(cores), &cores);  // refused: it runs wherever it did
+    if (core >= 0 && core < CPU_SETSIZE) {
+        CPU_SET(core, &cores);
+        if (sched_setaffinity(0, sizeof(cores), &cores) == 0) return;
+    }
+    if (sched_getaffinity(getpid(), sizeof(cores), &cores) == 0) sched_setaffinity(0, sizeof(cores), &cores);
 #endif
 }
 
@@ -72,6 +75,8 @@ class Team {
 
     // Ranks of the present region, guests included; between regions its own threads.
     int size() const { return size_.load(std::memory_order_relaxed); }
+    // Its own threads: the least that size() can be.
+    int own_size() const { return own_; }
     // The most that size() can be: what belongs to a rank is made so often.
     int capacity() const { return own_ + static_cast<int>(guests_.size()); }
 
@@ -90,12 +95,12 @@ class Team {
     bool run_with_guests(bool asks, Body&& body) {
         std::lock_guard turn(turn_);
         had_guests_ = false;
-        if (guests_.empty()) {
+        if (!cores_.is_there()) {
             run_region(body);
             return false;
         }
-        has_guests_ = true;
-        asks_ = asks;
+        is_lending_ = true;
+        asks_ = asks && !guests_.empty();
         struct Farewell {
             Team& team;
             ~Farewell() { team.end_with_guests(); }
@@ -114,18 +119,21 @@ class Team {
     }
 
     // How many ranks the next region with guests will have, more or less.
-    int expected_size() const { return std::max(own_, expected_); }
+    int expected_size() const { return std::max(own_, expected_.load(std::memory_order_relaxed)); }
 
     // Within a region: all ranks wait for each other. What any rank wrote before is seen by all after.
     void barrier() {
         meet([this] {
-            if (size() > own_) send_away(CoreTable::now_ms());
+            if (!is_lending_) return;
+            const int64_t now = CoreTable::now_ms();
+            cores_.want(now);
+            send_away(now);
         });
     }
 
     // Within a region with guests: a barrier at which guests may join. `place`: from where they have to go on.
     void boundary(int place) {
-        if (!has_guests_) return;
+        if (!is_lending_ || guests_.empty()) return;
         meet([this, place] {
             const int64_t now = CoreTable::now_ms();
             cores_.want(now);
@@ -258,8 +266,8 @@ class Team {
     }
 
     void end_with_guests() {
-        has_guests_ = false;
-        expected_ = size();
+        is_lending_ = false;
+        expected_.store(size(), std::memory_order_relaxed);
         keep_only(own_);
     }
 
@@ -351,7 +359,7 @@ class Team {
 
     static constexpr std::chrono::microseconds kBarrierSpin{1000};
     static constexpr int64_t kLateMs = 4;
-    static constexpr int kNothing = 1 << 24;  // more than any stage has, and small enough to be multiplied
+    static constexpr int kNothing = 1 << 22;  // more than any stage has, and small enough to be multiplied
 
     const int own_;
     const std::chrono::microseconds spin_;
@@ -363,10 +371,10 @@ class Team {
     std::atomic<bool> failed_{false};
     CoreTable cores_;
     std::vector<Guest> guests_;
-    bool has_guests_ = false, asks_ = false;  // of the present region: it may have guests, and looks for some
+    bool is_lending_ = false, asks_ = false;  // of the present region: it goes by the table of cores, and looks for guests
     bool had_guests_ = false;
     int called_ = 0;           // guests that were told to join
-    int expected_ = 0;
+    std::atomic<int> expected_{0};
     std::atomic<int64_t> waited_ms_{0};  // for a guest, at the last barrier
     int64_t alone_until_ = 0;
     std::atomic<int> size_;

@@ -99,7 +99,8 @@ class Engine {
         if (!is_added_at_once()) branch_.reserve(rows * hidden_stride_);
         const auto for_rows_of = [&](const PdmeshLinear& linear, int num_rows) {
             shared_rows_.reserve(linear, num_rows);
-            for (auto& own : own_rows_) own->reserve(linear, kFewRows);
+            if (!has_own_rows_)
+                for (auto& own : own_rows_) own->reserve(linear, kFewRows);
         };
         for (const PdmeshLayer& layer : layers_) {
             for (const PdmeshLinear* linear : {&layer.qkv, &layer.output}) for_rows_of(*linear, num_tokens);
@@ -108,6 +109,7 @@ class Engine {
             else reserve_mlp(layer.gate_up, layer.down, num_tokens, for_rows_of);
         }
         for_rows_of(model_.head, num_tokens);
+        has_own_rows_ = true;
     }
 
     template <class ForRows>
@@ -138,7 +140,8 @@ class Engine {
         contributions_.reserve(rows * experts.top_k * hidden_stride_);
         mixed_.reserve(rows * hidden_stride_);
         pairs_.reserve(experts, num_tokens);
-        for (Router& router : routers_) router.reserve(experts);
+        if (!has_own_rows_)
+            for (Router& router : routers_) router.reserve(experts);
     }
 
     static int inner_stride(const PdmeshLinear& down) { return round_up(down.k, 16); }
@@ -712,6 +715,7 @@ class Engine {
     std::vector<Router> routers_;
     RowBuffer shared_rows_;
     std::vector<std::unique_ptr<RowBuffer>> own_rows_;
+    bool has_own_rows_ = false;  // with room, which is the same for all steps
     std::vector<std::vector<float>> heads_;
 };
 

@@ -21,13 +21,15 @@ _BYTES_OF_ROWS = {"float32": 4, "bfloat16": 2, "int8": 1, "int4": 1}
 
 @dataclass(frozen=True)
 class StepBuffers:
-    """Count the bytes of a step of `num_tokens` tokens and `num_rows` rows of logits on so many threads."""
+    """Count the bytes of a step of `num_tokens` tokens and `num_rows` rows of logits on so many threads; with those on borrowed
+    cores there may be `max_threads` (0: as many)."""
 
     config: ModelConfig
     weights: PackedWeights
     num_tokens: int
     num_rows: int
     num_threads: int
+    max_threads: int = 0
     has_adapters: bool = False  # counted for the largest rank that an adapter may have
 
     def num_bytes(self) -> int:
@@ -41,6 +43,10 @@ class StepBuffers:
         return (
             (floats + inner + logits + spare) * _FLOAT + mixed + self._prepared() + (self._adapted() if self.has_adapters else 0)
         )
+
+    @property
+    def _most_threads(self) -> int:
+        return max(self.num_threads, self.max_threads)
 
     def _states(self) -> int:
         """Return the floats of a token beside attention and MLP: its state and what is added to it, queries, keys and values."""
@@ -74,7 +80,7 @@ class StepBuffers:
         inputs = max(_padded(linear.num_inputs) for linear in products)
         panels = max(linear.num_outputs for linear in products) // _PANEL // self.num_threads + 4
         tile = min(self.num_tokens, _ITEM_ROWS) * panels * _PANEL
-        return (self.num_tokens * (inputs + 3 * MAX_RANK) + self.num_threads * (_FEW_ROWS * inputs + tile)) * _FLOAT
+        return (self.num_tokens * (inputs + 3 * MAX_RANK) + self._most_threads * (_FEW_ROWS * inputs + tile)) * _FLOAT
 
     def _prepared(self) -> int:
         """Return the bytes of rows that are rounded to the format of their product's weights: one buffer for all products, and
@@ -82,7 +88,7 @@ class StepBuffers:
         products = list(self._products())
         shared, own = ([_row_parts(linear, min(rows, most)) for linear, rows in products] for most in (_ALL, _FEW_ROWS))
         room = max(2 * _padded(linear.num_inputs) + 16 for linear, _ in products) * _FLOAT
-        return _most(shared) + room + self.num_threads * (_most(own) + room)
+        return _most(shared) + room + self._most_threads * (_most(own) + room)
 
     def _products(self) -> Iterator[tuple[PackedLinear, int]]:
         """Give every map with its rows."""

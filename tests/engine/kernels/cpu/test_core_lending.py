@@ -132,7 +132,11 @@ def test_slots_of_a_process_that_was_killed_are_taken_again(other: subprocess.Po
     again.close()
 
 
-def test_while_an_owner_computes_its_cores_are_wanted(path: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("max_guests", [0, 1])
+def test_while_an_owner_computes_its_cores_are_wanted(
+    max_guests: int, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CoreTable, "max_guests", max_guests)
     loop = native(make_tiny_model(tmp_path, "llama"), core_table=path)
 
     def wanted_until() -> int:
@@ -148,7 +152,7 @@ def test_while_an_owner_computes_its_cores_are_wanted(path: str, tmp_path: Path)
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (b"x", "has 1 bytes, a table of cores has 16448"),
+        (b"x", f"has 1 bytes, a table of cores has {NUM_BYTES}"),
         (b"x" * NUM_BYTES, f"is no table of cores of version {VERSION}"),
         (MAGIC + struct.pack("=II", VERSION + 1, 0) + bytes(NUM_BYTES - 16), f"is no table of cores of version {VERSION}"),
     ],
@@ -164,6 +168,16 @@ def test_what_cannot_be_had_is_said(path: str) -> None:
         CoreTable(path, MAX_SLOTS + 1)
     with pytest.raises(ValueError, match=r"core_table: .*/nowhere/cores: No such file or directory; give one"):
         CoreTable(str(Path(path).parent / "nowhere" / "cores"), 1)
+
+
+def test_a_table_is_joined_once_and_nobody_else_may_write_it(path: str) -> None:
+    table = CoreTable(path, 1)
+    with pytest.raises(ValueError, match="core_table: this process has joined"):
+        CoreTable(path, 1)
+    table.close()
+    Path(path).chmod(0o666)
+    with pytest.raises(ValueError, match=r"core_table: .* others may write it; give a file of this user's own"):
+        CoreTable(path, 1)
 
 
 def test_guests_are_as_many_as_other_cores(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
