@@ -47,6 +47,8 @@ ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
     ("pdmesh.client.client", "time.sleep"): (1, SYNC),
     ("pdmesh.engine.kernels.cpu.build", "concurrent.futures.ThreadPoolExecutor"): (1, "kernels are built before the first run"),
     ("pdmesh.engine.kernels.cpu.build", "subprocess.run"): (1, "kernels are built before the first run"),
+    ("pdmesh.engine.kernels.cpu.core_table", "time.sleep"): (1, "cores are lent between real processes"),
+    ("pdmesh.engine.loader.packed_cache", "time.sleep"): (1, "packed weights are made before the first run"),
     ("pdmesh.engine.kv_cache.pool", "threading.Thread"): (1, "touches memory of pools of a GiB and more"),
     ("pdmesh.engine.kv_cache.streams", "queue.SimpleQueue"): (1, DEVICES),
     ("pdmesh.engine.kv_cache.streams", "threading.Thread"): (2, DEVICES),

@@ -84,7 +84,7 @@ def test_blocks_of_any_size_hold_the_same(kv_dtype: str, tmp_path: Path) -> None
 
 
 def test_a_pool_of_another_kind_is_refused(tmp_path: Path) -> None:
-    loaded = native(make_tiny_model(tmp_path), "int8").loaded
+    loaded = native(make_tiny_model(tmp_path), "int8", kv_dtype="bfloat16").loaded
     with pytest.raises(ValueError, match=r"KV pool: torch\.bfloat16, blocks of 32; this model has torch\.bfloat16, 16"):
         PagedLoop(loaded, block_size=32).logits([1])
 

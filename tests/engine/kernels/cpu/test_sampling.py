@@ -47,7 +47,7 @@ Load = Callable[[str], ctypes.CDLL]
 def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
     """Loads the sampler, and none of the other kernels, for a tier."""
     folder, loaded = tmp_path_factory.mktemp("sampling"), {}
-    for pattern in ("sampling*.cpp", "sampling*.h", "simd*.h", "parallel.h"):
+    for pattern in ("sampling*.cpp", "sampling*.h", "simd*.h", "parallel.h", "core_table.h"):
         for path in build.SOURCES.glob(pattern):
             shutil.copy(path, folder)
 

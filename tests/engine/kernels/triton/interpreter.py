@@ -40,7 +40,11 @@ def _scalars_as_indices() -> None:
 
 def _products_of_bfloat16() -> None:
     """The interpreter of triton 3.6 keeps bfloat16 as uint16, and multiplies matrices of it as such. Widened they are the same
-    numbers, and products of two are exact, as in the matrix units."""
+    numbers, and products of two are exact, as in the matrix units.
+
+    Sums are made in float64 and rounded once: in float32 numpy's order, and so the bits of a row, depend on the number of rows on
+    some processors (Zen 3), which the matrix units' do not.
+    """
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -52,6 +56,9 @@ def _products_of_bfloat16() -> None:
         return interpreter.TensorHandle((factor.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
     def product(self: Any, left: Any, right: Any, *others: Any) -> Any:
+        if left.dtype.scalar in (tl.float32, tl.float16, tl.bfloat16) and others[0].data.dtype == np.float32:
+            sums = np.matmul(widened(left).data.astype(np.float64), widened(right).data.astype(np.float64))
+            return interpreter.TensorHandle(sums.astype(np.float32) + others[0].data, others[0].dtype.scalar)
         return before(self, widened(left), widened(right), *others)
 
     interpreter.InterpreterBuilder.create_dot = product
