@@ -54,7 +54,9 @@ class Model:
     @classmethod
     def make(cls, folder: Path, backend: str) -> Model:
         make_tiny_model(folder, head_dim=32)
-        config = EngineConfig(model=str(folder), num_blocks=200, num_threads=1, backend=backend)
+        # With KV in int8 the tiny model's answers are others, in none of which an end token is guessed.
+        kv_dtype = "bfloat16" if backend == "native" else "auto"
+        config = EngineConfig(model=str(folder), num_blocks=200, num_threads=1, backend=backend, kv_dtype=kv_dtype)
         tokenizer = Tokenizer.load(folder)
         return cls(config, load_model(config), tokenizer, GrammarCompiler(tokenizer.to_json(), VOCAB_SIZE, {IM_END}))
 
