@@ -36,13 +36,16 @@ def in_thread(work: Callable[[], object]) -> list[float]:
 @needs_slices
 def test_what_answers_has_a_short_slice_and_what_it_starts_too() -> None:
     inherited: list[float] = []
+    before: list[float] = []
 
     def answer() -> None:
+        with time_slices.computing():  # this process's threads may have short ones already, of a service that ran in it
+            before.append(linux.time_slice())
         time_slices.answer_soon()
         inherited.extend(in_thread(lambda: None))
 
-    before, behind = in_thread(answer)
-    assert behind == pytest.approx(time_slices.SHORT_S) and behind < before
+    _, behind = in_thread(answer)
+    assert behind == pytest.approx(time_slices.SHORT_S) and behind < before[0]
     assert inherited == [behind, behind]
 
 
