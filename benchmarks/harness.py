@@ -261,7 +261,10 @@ class Suite:
         """Writes them beside the others' where the documents point to, with this machine and the command."""
         path = RESULTS / f"{self.name}.json"
         known = json.loads(path.read_text()) if path.exists() else {}
-        head = {"machine": asdict(this_machine()), "command": f"make bench-{self.name}", **self.about}
+        machine = asdict(this_machine())
+        # Parts may come from different machines: `machine` is that of the last one.
+        machines = {**{name: known.get("machine") for name in known.get("parts", ())}, **known.get("machines", {}), part: machine}
+        head = {"machine": machine, "machines": machines, "command": f"make bench-{self.name}", **self.about}
         write_document(path, {**head, **merged({**known, **head}, part, figures)})
 
     def main(self, names: Sequence[str], measure: Callable[[str], Measured], *, quick: bool) -> NoReturn:
