@@ -3,8 +3,8 @@
 The server (loadtest_stub.py, a process of its own) draws the latency of each request from a lognormal distribution with a seed,
 so the true quantiles are computed here from the same seed and the plan: no measurement is compared with another. With a stall
 the server answers nothing for a second in the middle; with a freeze it is stopped (SIGSTOP) for a second, sockets and all. Then
-it has 500 requests to take in at once, which is latency too, but of nobody's making: there the truth is when tokens left the
-server, by its own clock. What a closed loop would report stands beside it.
+it has 500 requests to take in at once, and its answers wait for that: there the truth is when tokens left the server, by its
+own clock. What a closed loop would report stands beside it.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class SharedFile:
         return cls(path, -1)
 
     def close(self) -> None:
-        """Give it up; who has mapped it keeps it. Idempotent."""
+        """Give it up; processes that have mapped it keep it. Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -1,4 +1,4 @@
-// Which cores of the host compute, in a file that its workers map: core_table.py makes it and says who owns which slot.
+// Which cores of the host compute, in a file that its workers map: core_table.py makes it and gives out its slots.
 //
 // A slot stands for a core. Its owner says that it computes; while it does not, one other worker may borrow the slot. Nobody waits for
 // anybody: an owner computes whenever it wants to, and a borrower looks, leaves, and is in nobody's way for longer than one piece of
@@ -14,9 +14,9 @@ namespace pdmesh {
 
 // As core_table.py writes them; 64 bytes each, so that owners do not share a line of a cache.
 struct alignas(64) CoreSlot {
-    std::atomic<uint64_t> is_owned;      // 0: nobody has it
+    std::atomic<uint64_t> is_owned;      // 0: it has no owner
     std::atomic<int64_t> wanted_until;   // its owner computes; milliseconds of the monotonic clock; 0: it does not
-    std::atomic<uint64_t> borrowed;      // milliseconds << kTagBits | borrower; 0: by nobody
+    std::atomic<uint64_t> borrowed;      // milliseconds << kTagBits | borrower; 0: by none
     std::atomic<uint64_t> times_borrowed;
     std::atomic<int64_t> core;           // its number to the system; -1: any, the owner's threads are bound to none
     uint64_t unused[3];
@@ -58,7 +58,7 @@ class CoreTable {
         for (int slot = first_; slot < first_ + count_; slot++) slots_[slot].wanted_until.store(0, std::memory_order_relaxed);
     }
 
-    // A slot that nobody wants, now borrowed; -1: there is none.
+    // A slot that is free, now borrowed; -1: there is none.
     int borrow(int64_t now) {
         const int num_slots = std::min<uint32_t>(header_->num_used.load(std::memory_order_relaxed), kMostSlots);
         for (int slot = 0; slot < num_slots; slot++) {
@@ -89,7 +89,7 @@ class CoreTable {
 
     bool is_wanted(int slot, int64_t now) const { return slots_[slot].wanted_until.load(std::memory_order_relaxed) > now; }
 
-    // Without asking the clock where nobody wants it.
+    // Without asking the clock where it is free.
     bool is_wanted(int slot) const {
         const int64_t until = slots_[slot].wanted_until.load(std::memory_order_relaxed);
         return until && until > now_ms();

@@ -5,7 +5,7 @@ compute, one other worker may borrow each of them, and gives it back as soon as 
 holds times and marks only: whatever happens to the processes, tokens stay the same, as results depend on no number of threads.
 
     header   magic (8 bytes), version, number of slots in use (4 bytes each)                       64 bytes
-    slot     whether somebody owns it, until when it is wanted, until when and by whom borrowed,
+    slot     whether it has an owner, until when it is wanted, until when and by which borrowed,
              how often it was borrowed, its core's number (-1: any)                                64 bytes, 4 096 of them
 """
 
@@ -111,14 +111,8 @@ class CoreTable:
         allowed = len(process_cores())
         return max(0, min(allowed, quota_cores() or allowed) - self.num_threads)
 
-    @property
-    def times_lent(self) -> int:
-        """Return how often other workers have borrowed one of its cores."""
-        own = range(self.first, self.first + self.num_threads)
-        return sum(_SLOT.unpack_from(self._memory, _offset(slot))[3] for slot in own)
-
     def close(self) -> None:
-        """Give the slots up; nobody borrows them from now on. Idempotent."""
+        """Give the slots up; they are lent no more. Idempotent."""
         self._release()
 
 

@@ -89,8 +89,8 @@ class Team {
         run_region(call);
     }
 
-    // The same with guests, if `asks`; returns whether there was one. body(rank, place), where place is kStart, or that of the boundary at which a guest joined. A guest may be
-    // sent away at any barrier, by an exception that body lets pass.
+    // The same with guests, if `asks`; returns whether there was one. body(rank, place), where place is kStart, or that of the boundary
+    // at which a guest joined. A guest may be sent away at any barrier, by an exception that body lets pass.
     template <class Body>
     bool run_with_guests(bool asks, Body&& body) {
         std::lock_guard turn(turn_);
@@ -194,11 +194,11 @@ class Team {
         if (own_ > 1) region_.notify_all();
         call_guests(first, last);
         attempt(0, kStart);
-        meet([] {});  // nobody leaves here: there is nothing behind it
+        meet([] {});  // none is sent away here: there is nothing behind it
         if (failed_.exchange(false)) throw std::bad_alloc();
     }
 
-    // All ranks wait for each other; the last one calls `between`, which may change who they are.
+    // All ranks wait for each other; the last one calls `between`, which may change which they are.
     template <class Between>
     void meet(const Between& between) {
         const int size = this->size();
@@ -271,7 +271,7 @@ class Team {
         keep_only(own_);
     }
 
-    // Ranks stay without a gap: whoever is behind one whose core is wanted goes too, and may come back at the next boundary.
+    // Ranks stay without a gap: one behind a guest whose core is wanted goes too, and may come back at the next boundary.
     void send_away(int64_t now) {
         for (int rank = own_; rank < size(); rank++) {
             const int slot = guests_[rank - own_].slot.load(std::memory_order_relaxed);
@@ -302,7 +302,7 @@ class Team {
     void serve_as_guest(int rank) {
         here = {this, rank - own_};
         Guest& guest = guests_[here.guest];
-        int core = -1;
+        int core = -2;  // those of the thread that made this one, to which the worker may be bound
         for (uint32_t seen = 0;;) {
             wait_while(guest.calls, seen, spin_);
             seen++;

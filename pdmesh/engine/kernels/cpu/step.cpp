@@ -164,7 +164,7 @@ class Engine {
         }
     };
 
-    // `place`: the layer at whose beginning a guest joined; Team::kStart for all who were there from the start.
+    // `place`: the layer at whose beginning a guest joined; Team::kStart for all ranks that were there from the start.
     void forward(int rank, int place) {
         [[maybe_unused]] const TileSession tiles;
         Clock clock{now_ns(), rank == 0 && step_->profile};
