@@ -1,6 +1,7 @@
 """One end of a transfer as a process of its own: `python -m tests.kvtransfer.transfer_process receive|send TRANSPORT`.
 
-receive prints {"reservation": ...} (hex), takes one push, prints {"sum": CRC-32C of the blocks that arrived, "events": ...}.
+receive prints {"reservation": ...} (hex), takes one push, prints {"sum": CRC-32C of the blocks that arrived, "events": ...} and
+serves until its standard input ends: a receiver that ends as soon as it has everything takes the sender's answer with it.
 send reads a reservation (hex) from its first argument behind the transport, pushes once and prints {"outcome": ...}.
 """
 
@@ -39,6 +40,7 @@ async def receive(transport: str) -> None:
         _say(reservation=job.reservation.SerializeToString().hex(), expected=sum_of(world, target=False, job=job))
         await until(lambda: len(world.delegate.events) == 2, "a push", START_S)
         _say(sum=sum_of(world, target=True, job=job), events=world.delegate.kinds())
+        await asyncio.to_thread(sys.stdin.read)
 
 
 async def send(transport: str, reservation: str) -> None:
