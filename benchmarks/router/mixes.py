@@ -1,12 +1,13 @@
 """Never lose: the mesh under its policy beside the same two cores without separation, mix after mix, all three running.
 
-For each mix first the capacity, from a closed loop that keeps the two one-core engines busy, then the same requests at the same
-times to each of the three in turn. Who is not asked sleeps.
+For each mix first the capacity, from a closed loop that keeps the two one-core engines busy, then round after round the same
+requests at the same times to each of the three in turn, in another order each round. Who is not asked sleeps.
 """
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
@@ -17,7 +18,6 @@ from benchmarks.router.meshes import (
     MESH,
     TWO_CORES,
     TWO_ENGINES,
-    WARMUP_S,
     Running,
     alone,
     closed_loop,
@@ -26,6 +26,7 @@ from benchmarks.router.meshes import (
     warm_up,
     window,
 )
+from benchmarks.spread import Spread
 from pdmesh.loadtest.arrivals import fixed
 from pdmesh.loadtest.record import ObjectiveBook, Objectives
 from pdmesh.loadtest.workload import Arrivals, TrafficClass, Workload
@@ -39,6 +40,7 @@ from pdmesh.loadtest.workload import Arrivals, TrafficClass, Workload
 TTFT_TIMES, TTFT_MORE_S, TPOT_TIMES = 5.0, 0.5, 3.0
 RULE = f"TTFT <= {TTFT_TIMES:g} x idle + {TTFT_MORE_S:g} s, TPOT <= {TPOT_TIMES:g} x idle (one request alone on two cores)"
 SEED = 41
+THINK_S = 1.0  # between an answer and the next turn
 
 
 @dataclass(frozen=True)
@@ -56,19 +58,24 @@ class Kind:
 
 @dataclass(frozen=True)
 class Mix:
-    """`load`: the offered rate as a share of the capacity for these requests."""
+    """`load`: the offered rate as a share of the capacity for these requests. `turns`: of a conversation, each with the lengths
+    of its kind beside what was said before. `called`: a name where the kinds are too many for one."""
 
     kinds: tuple[Kind, ...]
     load: float
+    turns: int = 1
+    called: str = ""
 
     @property
     def name(self) -> str:
-        return f"{' and '.join(kind.name for kind in self.kinds)} at {self.load:.0%}"
+        kinds = self.called or " and ".join(kind.name for kind in self.kinds)
+        return f"{kinds}{f' in {self.turns} turns' if self.turns > 1 else ''} at {self.load:.0%}"
 
     @property
     def key(self) -> str:
         """The name, for a file."""
-        return f"{'_'.join(f'{kind.name}x{kind.share:g}' for kind in self.kinds)}-{self.load:g}"
+        kinds = self.called.replace(" ", "-") or "_".join(f"{kind.name}x{kind.share:g}" for kind in self.kinds)
+        return f"{kinds}{f'x{self.turns}' if self.turns > 1 else ''}-{self.load:g}"
 
     @property
     def seed(self) -> int:
@@ -81,18 +88,22 @@ class Mix:
         return [(kind.num_input, kind.num_output) for kind in self.kinds for _ in range(round(kind.share / unit))]
 
     def workload(self, capacity: float) -> Workload:
-        """What is asked where `capacity` requests a second are borne."""
+        """What is asked where `capacity` requests a second are borne; with turns, as many requests in fewer conversations."""
         classes = tuple(
             TrafficClass(kind.name, kind.share, input_tokens=fixed(kind.num_input), output_tokens=fixed(kind.num_output))
             for kind in self.kinds
         )
-        return Workload(arrivals=Arrivals(rate=self.load * capacity), classes=classes)
+        rate = self.load * capacity / self.turns
+        return Workload(Arrivals(rate=rate), classes, turns=fixed(self.turns), think_s=fixed(THINK_S if self.turns > 1 else 0.0))
 
 
 def _mix(num_input: int, num_output: int, load: float) -> Mix:
     return Mix((Kind(num_input, num_output),), load)
 
 
+# The middle prompt of each eighth of the Azure 2023 conversation trace (19 366 requests, sorted by prompt) and the median answer
+# of that eighth: https://github.com/Azure/AzurePublicDataset, CC-BY-4.0.
+_AZURE = ((194, 161), (383, 82), (405, 100), (966, 386), (1051, 407), (1120, 406), (1333, 134), (4079, 64))
 _CHAT_AND_DOCUMENTS = (Kind(128, 256, 3), Kind(2000, 16, 1))
 MIXES = (
     _mix(32, 512, 0.7),
@@ -109,6 +120,8 @@ MIXES = (
     _mix(4000, 512, 0.5),
     Mix(_CHAT_AND_DOCUMENTS, 0.6),
     Mix(_CHAT_AND_DOCUMENTS, 0.9),
+    Mix((Kind(300, 64),), 0.7, turns=4),
+    Mix(tuple(Kind(*lengths) for lengths in _AZURE), 0.7, called="Azure conversation lengths"),
 )
 QUICK_MIXES = (MIXES[3],)
 
@@ -151,37 +164,69 @@ def ratio(ours: float, theirs: Sequence[float]) -> float | None:
     return ours / best
 
 
-def figures_of(cells: Mapping[Mix, Mapping[str, Cell]], ours: str, names: Mapping[str, str]) -> list[Figure]:
-    """`cells` by mix and system; `ours` is the key of the one that is compared with all others. Summary first."""
-    ratios = {
-        mix: ratio(of[ours].goodput, [cell.goodput for key, cell in of.items() if key != ours]) for mix, of in cells.items()
-    }
-    known = [value for value in ratios.values() if value is not None]
+@dataclass(frozen=True)
+class Comparison:
+    """One system beside the better of the others, round by round. `ratios`: of the rounds in which anybody had goodput."""
+
+    better: str
+    ratios: tuple[float, ...]
+    pooled: float | None
+
+    @property
+    def median(self) -> float | None:
+        return statistics.median(self.ratios) if self.ratios else None
+
+    @property
+    def in_words(self) -> str:
+        """The spread, for the column beside a figure."""
+        if not self.ratios:
+            return ""
+        return f"{Spread.of(self.ratios).in_words}; of all rounds' goodput together: {self.pooled:.4g}"
+
+
+def compared(of: Mapping[str, Sequence[Cell]], ours: str) -> Comparison:
+    """`of`: the rounds of each system. The better one has more goodput over all rounds: the best of each round would be a third
+    system, which nobody can run."""
+    total = {key: sum(cell.goodput for cell in rounds) for key, rounds in of.items()}
+    better = max((key for key in of if key != ours), key=lambda key: total[key])
+    pairs = [ratio(mine.goodput, (theirs.goodput,)) for mine, theirs in zip(of[ours], of[better], strict=True)]
+    return Comparison(better, tuple(value for value in pairs if value is not None), ratio(total[ours], (total[better],)))
+
+
+def figures_of(cells: Mapping[Mix, Mapping[str, Sequence[Cell]]], ours: str, names: Mapping[str, str]) -> list[Figure]:
+    """`cells` by mix, system and round; `ours` is the key of the one that is compared with all others. Summary first."""
+    found = {mix: compared(of, ours) for mix, of in cells.items()}
+    known = [one.median for one in found.values() if one.median is not None]
     peer = f"the better of: {', '.join(name for key, name in names.items() if key != ours)}"
+    over = "goodput over the better aggregated"
+    num_rounds = min(len(rounds) for of in cells.values() for rounds in of.values())
     summary = [
-        Figure("goodput over the better aggregated: lowest of all mixes", min(known), "times", "higher", 0.98, peer=peer),
-        Figure("goodput over the better aggregated: best of all mixes", max(known), "times", "higher", 1.2, peer=peer),
-        Figure("goodput over the better aggregated: median of all mixes", statistics.median(known), "times", "higher", peer=peer),
-        Figure("mixes", len(cells), "mixes", "higher", 12),
+        Figure(f"{over}: lowest of all mixes", min(known), "times", "higher", 0.98, peer=peer),
+        Figure(f"{over}: best of all mixes", max(known), "times", "higher", peer=peer),
+        Figure(f"{over}: median of all mixes", statistics.median(known), "times", "higher", 1.25, peer=peer),
+        Figure("mixes", len(cells), "mixes", "higher", 16),
+        Figure("mixes: rounds", num_rounds, "rounds", "higher", 5),
         Figure("mixes: objectives of each request", RULE, "rule", "lower"),
     ]
     listed = [
         figure
         for number, mix in zip(count(1), cells, strict=False)
-        for figure in _of_mix(f"mix {number}: {mix.name}", ratios[mix], cells[mix], names, peer)
+        for figure in _of_mix(f"mix {number}: {mix.name}", found[mix], cells[mix], names)
     ]
     return summary + listed
 
 
-def _of_mix(title: str, value: float | None, of: Mapping[str, Cell], names: Mapping[str, str], peer: str) -> list[Figure]:
-    shown = "nobody kept the objectives" if value is None else value
+def _of_mix(title: str, found: Comparison, of: Mapping[str, Sequence[Cell]], names: Mapping[str, str]) -> list[Figure]:
+    shown = "nobody kept the objectives" if found.median is None else found.median
+    peer = f"{names[found.better]}; {found.in_words}"
     listed = [Figure(f"{title}: goodput over the better aggregated", shown, "times", "higher", 0.98, peer=peer)]
-    for key, cell in of.items():
+    for key, rounds in of.items():
         who = f"{title}: {names[key]}"
+        offered = statistics.fmean(cell.offered for cell in rounds)
         listed += [
-            Figure(f"{who}: goodput", cell.goodput, "requests/s", "higher", limit=cell.offered),
-            Figure(f"{who}: TTFT p50", cell.ttft_p50_ms, "ms", "lower"),
-            Figure(f"{who}: TPOT p99", cell.tpot_p99_ms, "ms", "lower"),
+            Figure(f"{who}: goodput", statistics.fmean(cell.goodput for cell in rounds), "requests/s", "higher", limit=offered),
+            Figure(f"{who}: TTFT p50", statistics.median(cell.ttft_p50_ms for cell in rounds), "ms", "lower"),
+            Figure(f"{who}: TPOT p99", statistics.median(cell.tpot_p99_ms for cell in rounds), "ms", "lower"),
         ]
     return listed
 
@@ -189,8 +234,11 @@ def _of_mix(title: str, value: float | None, of: Mapping[str, Cell], names: Mapp
 SHAPES = (MESH, TWO_CORES, TWO_ENGINES)
 # So many requests keep two engines busy, and few enough that their tokens still come in time.
 CONCURRENCY = 8
-# A window lasts until about so many requests were due, within bounds: so that all of them take half an hour at most.
-WANTED_REQUESTS, SHORTEST_S, LONGEST_S = 24, 22.0, 34.0
+# A window lasts until about so many requests were due, within bounds: so that a round takes a quarter of an hour.
+WANTED_REQUESTS, SHORTEST_S, LONGEST_S = 8, 9.0, 18.0
+# No round is begun that would probably end later than LIMIT_S after the first one began.
+ROUNDS, LIMIT_S = 5, 3600.0
+MIX_WARMUP_S = 2.0
 
 
 class Mixes:
@@ -201,11 +249,14 @@ class Mixes:
         self._options = options
         self._kept = kept
 
-    async def cells(self, mix: Mix) -> dict[str, Cell]:
-        """Of all systems under this mix."""
+    async def cells(self, mix: Mix, turn: int) -> dict[str, Cell]:
+        """Of all systems under this mix, in one round."""
         capacity = await self._capacity(mix)
         idle = {kind.name: await self._idle(kind) for kind in mix.kinds}
-        return {key: await self._cell(mix, key, capacity, idle) for key in self._systems}
+        keys = list(self._systems)
+        start = turn % len(keys)
+        found = {key: await self._cell(mix, key, capacity, idle, turn) for key in keys[start:] + keys[:start]}
+        return {key: found[key] for key in keys}
 
     async def _idle(self, kind: Kind) -> Idle:
         name = f"idle-{kind.num_input}-{kind.num_output}"
@@ -215,7 +266,7 @@ class Mixes:
         return Idle(*known)
 
     async def _capacity(self, mix: Mix) -> float:
-        name = f"capacity-{'_'.join(kind.name for kind in mix.kinds)}"
+        name = f"capacity-{mix.called.replace(' ', '-') or '_'.join(kind.name for kind in mix.kinds)}"
         if (known := self._kept.get(name)) is None:
             seconds = self._options.pick(12.0, 2.0)
             known, _ = await closed_loop(self._systems[TWO_ENGINES.key].target, mix.lengths, CONCURRENCY, seconds, mix.seed)
@@ -223,12 +274,13 @@ class Mixes:
             say(f"{mix.name}: capacity {known:.3g} requests/s")
         return float(known)
 
-    async def _cell(self, mix: Mix, key: str, capacity: float, idle: Mapping[str, Idle]) -> Cell:
-        name = f"cell-{mix.key}-{key}"
+    async def _cell(self, mix: Mix, key: str, capacity: float, idle: Mapping[str, Idle], turn: int) -> Cell:
+        name = f"cell-{mix.key}-{key}-{turn}"
         if (known := self._kept.get(name)) is not None:
             return Cell(**known)
         duration_s = self._options.pick(min(LONGEST_S, max(SHORTEST_S, WANTED_REQUESTS / (mix.load * capacity))), 4.0)
-        load = load_of(mix.workload(capacity), book_of(mix, idle), mix.seed, duration_s, self._options.pick(WARMUP_S, 1.0))
+        seed = mix.seed + len(MIXES) * turn
+        load = load_of(mix.workload(capacity), book_of(mix, idle), seed, duration_s, self._options.pick(MIX_WARMUP_S, 1.0))
         summary = (await window(self._systems[key].target, load)).summary
         cell = Cell(
             offered=summary.request_rate,
@@ -239,7 +291,8 @@ class Mixes:
             num_requests=summary.num_requests,
         )
         self._kept.put(name, asdict(cell))
-        say(f"{mix.name}: {key}: {cell.goodput:.3g} of {cell.offered:.3g} requests/s good, {summary.errors or 'no errors'}")
+        errors = summary.errors or "no errors"
+        say(f"round {turn + 1}: {mix.name}: {key}: {cell.goodput:.3g} of {cell.offered:.3g} requests/s good, {errors}")
         return cell
 
 
@@ -253,6 +306,13 @@ async def figures(options: Options) -> list[Figure]:
         for system in systems.values():
             await warm_up(system.target, options.pick(4.0, 1.0))
         mixes = Mixes(systems, options, kept)
-        cells = {mix: await mixes.cells(mix) for mix in (QUICK_MIXES if options.quick else MIXES)}
+        cells: dict[Mix, dict[str, list[Cell]]] = {mix: {} for mix in (QUICK_MIXES if options.quick else MIXES)}
+        began = time.monotonic()
+        for turn in range(int(options.pick(ROUNDS, 2))):
+            if turn and (time.monotonic() - began) * (turn + 1) / turn > LIMIT_S:
+                break
+            for mix, of in cells.items():
+                for key, cell in (await mixes.cells(mix, turn)).items():
+                    of.setdefault(key, []).append(cell)
     kept.forget()
     return figures_of(cells, MESH.key, {shape.key: shape.name for shape in SHAPES})

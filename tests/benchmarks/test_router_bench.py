@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from benchmarks.harness import Figure, Kept, merged, reached, table
 from benchmarks.router import disturbances, lending, overload, peers, placement
 from benchmarks.router.__main__ import PARTS, SUITE
 from benchmarks.router.meshes import Call, Seen
-from benchmarks.router.mixes import MIXES, Cell, Idle, Kind, Mix, book_of, figures_of, objectives, ratio
+from benchmarks.router.mixes import MIXES, Cell, Idle, Kind, Mix, book_of, compared, figures_of, objectives, ratio
 from pdmesh.loadtest.record import ObjectiveBook, Objectives, Outcome, Record
 from pdmesh.loadtest.stats import Window
 from pdmesh.v1 import mesh_pb2, worker_pb2
@@ -32,7 +33,8 @@ def record(at_s: float, outcome: Outcome = Outcome.OK, *, ttft_s: float = 0.1, t
 
 def test_the_mixes_cover_what_was_promised() -> None:
     kinds = [kind for mix in MIXES for kind in mix.kinds]
-    assert len(MIXES) >= 12
+    assert len(MIXES) >= 16
+    assert max(mix.turns for mix in MIXES) > 1
     assert len({mix.key for mix in MIXES}) == len(MIXES)
     assert {kind.num_input for kind in kinds} >= {32, 4000}
     assert {kind.num_output for kind in kinds} >= {16, 512}
@@ -49,6 +51,12 @@ def test_a_mix_offers_its_share_of_the_capacity_in_requests_of_its_kinds() -> No
         (1, (2000,), (5,)),
     ]
     assert mix.lengths == [(100, 10)] * 3 + [(2000, 5)]
+
+
+def test_turns_of_conversations_are_as_many_requests_as_without_them() -> None:
+    workload = Mix((Kind(100, 10),), 0.5, turns=4).workload(8.0)
+    assert workload.arrivals.rate * workload.turns.parameters[0] == 4.0
+    assert Mix((Kind(100, 10),), 0.5, turns=4).name == "100+10 in 4 turns at 50%"
 
 
 def test_objectives_follow_the_rule_for_each_kind() -> None:
@@ -71,21 +79,35 @@ def test_where_nobody_keeps_the_objectives_there_is_no_ratio() -> None:
     assert ratio(1.0, [0.0]) == math.inf
 
 
-def test_figures_of_mixes_name_the_lowest_and_the_best() -> None:
-    def cell(goodput: float) -> Cell:
-        return Cell(2.0, goodput, goodput / 2, 100.0, 10.0, 60)
+def cells_of(**goodput: Sequence[float]) -> dict[str, list[Cell]]:
+    return {key: [Cell(2.0, value, value / 2, 100.0, 10.0, 60) for value in values] for key, values in goodput.items()}
 
+
+def test_figures_of_mixes_name_the_lowest_and_the_best() -> None:
     cells = {
-        MIXES[0]: {"mesh": cell(1.0), "a": cell(0.5), "b": cell(1.25)},
-        MIXES[1]: {"mesh": cell(1.5), "a": cell(1.0), "b": cell(0.2)},
-        MIXES[2]: {"mesh": cell(0.0), "a": cell(0.0), "b": cell(0.0)},
+        MIXES[0]: cells_of(mesh=[1.0], a=[0.5], b=[1.25]),
+        MIXES[1]: cells_of(mesh=[1.5], a=[1.0], b=[0.2]),
+        MIXES[2]: cells_of(mesh=[0.0], a=[0.0], b=[0.0]),
     }
     figures = figures_of(cells, "mesh", {"mesh": "ours", "a": "one", "b": "two"})
     assert value_of(figures, "goodput over the better aggregated: lowest of all mixes") == 0.8
     assert value_of(figures, "goodput over the better aggregated: best of all mixes") == 1.5
     assert value_of(figures, "mixes") == 3
+    assert value_of(figures, "mixes: rounds") == 1
     assert value_of(figures, f"mix 3: {MIXES[2].name}: goodput over the better aggregated") == "nobody kept the objectives"
     assert figures[0].peer == "the better of: one, two"
+
+
+def test_the_better_one_is_the_same_in_all_rounds_and_the_median_is_of_paired_ratios() -> None:
+    found = compared(cells_of(mesh=[1.0, 2.0, 3.0], a=[2.0, 1.0, 2.0], b=[0.5, 3.0, 0.5]), "mesh")
+    assert found.better == "a"
+    assert found.ratios == (0.5, 2.0, 1.5)
+    assert found.median == 1.5
+    assert found.pooled == 6.0 / 5.0
+
+
+def test_a_round_in_which_nobody_kept_the_objectives_counts_for_nobody() -> None:
+    assert compared(cells_of(mesh=[0.0, 1.0], a=[0.0, 2.0]), "mesh").ratios == (0.5,)
 
 
 def test_a_part_replaces_its_own_figures_and_leaves_the_others() -> None:
