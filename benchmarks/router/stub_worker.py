@@ -91,7 +91,8 @@ class StubDecode(decode_pb2_grpc.DecodeServiceServicer):
                 self._news.clear()
                 yield frame
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._news.wait(), first.period_ms / 1000)
+                    async with asyncio.timeout(first.period_ms / 1000):
+                        await self._news.wait()
         finally:
             drain.cancel()
 

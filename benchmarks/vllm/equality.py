@@ -131,7 +131,8 @@ class Asked:
         """Return the answers. Raises TimeoutError where one, or a killed process, does not come back."""
         found = {}
         for number, prompt in prompts.items():
-            seen = await asyncio.wait_for(self._streamed(way, prompt, salt), ANSWER_S)
+            async with asyncio.timeout(ANSWER_S):
+                seen = await self._streamed(way, prompt, salt)
             assert seen.completed is not None
             found[number] = Answer(tuple(seen.token_ids), evidence=way.evidence(seen.completed))
         return found

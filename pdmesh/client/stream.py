@@ -400,7 +400,8 @@ class AsyncStream:
     async def _stopped_within(self, delay_s: float) -> bool:
         if delay_s > 0:
             try:
-                await asyncio.wait_for(self._stopped.wait(), delay_s)
+                async with asyncio.timeout(delay_s):
+                    await self._stopped.wait()
             except TimeoutError:
                 return False
         return self._stopped.is_set()

@@ -246,7 +246,8 @@ class Topology:
             await asyncio.to_thread(self._read_scaling)
             self._on_change()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wanted.wait(), WATCHED_PERIOD_S if self._is_watched else IDLE_PERIOD_S)
+                async with asyncio.timeout(WATCHED_PERIOD_S if self._is_watched else IDLE_PERIOD_S):
+                    await self._wanted.wait()
 
     async def _ask(self, router: _Router) -> None:
         try:

@@ -20,9 +20,13 @@ def transports() -> Check:
     """Check the transports: move 64 MiB between two processes over each."""
     # A client's installation lacks the packages for this check; the other checks work without them.
     from kvtransfer.transports.registry import transports_with
-    from pdmesh.doctor.transfer_probe import measure
+    from pdmesh.doctor.transfer_probe import Measured, measure
 
-    measured = asyncio.run(asyncio.wait_for(measure(), LIMIT_S))
+    async def within_limit() -> Measured:
+        async with asyncio.timeout(LIMIT_S):
+            return await measure()
+
+    measured = asyncio.run(within_limit())
     return judge(measured.bytes_per_s, measured.failures, transports_with(None))
 
 

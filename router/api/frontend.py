@@ -161,7 +161,8 @@ class Frontend:
         self.core.flow_control.close(self.open_requests.closed())
         for timeout_s in (grace_s, LAST_WORDS_S):
             try:
-                await asyncio.wait_for(self.open_requests.idle.wait(), timeout_s)
+                async with asyncio.timeout(timeout_s):
+                    await self.open_requests.idle.wait()
                 return
             except TimeoutError:
                 self.open_requests.fail(Unavailable("this router is going; resume on another one"))

@@ -29,7 +29,8 @@ class ChangeNotifier:
 async def wait_at_most(event: asyncio.Event, timeout_s: float) -> bool:
     """Return whether `event` was set within `timeout_s` seconds."""
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(event.wait(), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
     return event.is_set()
 
 

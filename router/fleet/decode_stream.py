@@ -237,7 +237,8 @@ class DecodeStream:
 async def is_refused(address: str) -> bool:
     """Return whether the host refuses connections to the port. Then the process is gone, and waiting for it is useless."""
     try:
-        _, writer = await asyncio.wait_for(asyncio.open_connection(*split_address(address)), PROBE_TIMEOUT_S)
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            _, writer = await asyncio.open_connection(*split_address(address))
     except ConnectionRefusedError:
         return True
     except (OSError, ValueError, TimeoutError):

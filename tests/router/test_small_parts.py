@@ -368,3 +368,23 @@ def test_each_model_may_have_its_own_parsers() -> None:
 def test_a_wrong_parser_is_named(text: str, wrong: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(wrong)):
         parse(RouterConfig, ["--models", "x=a,y=b", "--tool-parser", text], {}, prog="router")
+
+
+async def test_a_cancellation_that_comes_with_the_event_is_not_lost() -> None:
+    event, ended = asyncio.Event(), list[str]()
+
+    async def forever() -> None:
+        while True:
+            await wait_at_most(event, 60.0)
+            event.clear()
+
+    task = asyncio.create_task(forever())
+    task.add_done_callback(lambda _: ended.append("ended"))
+    await asyncio.sleep(0)
+    for _ in range(3):  # the loops between the event and its waiter: in each of them the cancellation may come
+        event.set()
+        await asyncio.sleep(0)
+    event.set()
+    task.cancel()
+    await asyncio.wait([task], timeout=5.0)
+    assert ended == ["ended"]

@@ -199,7 +199,8 @@ class Traffic:
     async def _flood_until(self, stop: asyncio.Event) -> None:
         while not stop.is_set():
             with suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), BURST_PERIOD_S)
+                async with asyncio.timeout(BURST_PERIOD_S):
+                    await stop.wait()
                 return
             self._open.clear()
             await asyncio.sleep(_LEAD_S)

@@ -143,7 +143,8 @@ async def receiving(ends: Ends) -> AsyncIterator[Other]:
         yield Other(process)
         assert process.stdin is not None
         process.stdin.close()
-        await asyncio.wait_for(process.wait(), 10.0)
+        async with asyncio.timeout(10.0):
+            await process.wait()
     finally:
         if process.returncode is None:
             process.kill()

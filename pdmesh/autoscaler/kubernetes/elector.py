@@ -192,7 +192,8 @@ class Elector:
             await self._attempt()
             self._attempted.set()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), self._retry_s * (1 + random.uniform(0, _JITTER)))
+                async with asyncio.timeout(self._retry_s * (1 + random.uniform(0, _JITTER))):
+                    await self._stopping.wait()
 
     async def _attempt(self) -> None:
         """Make one attempt; a failure is raised by `ask`, and logged when it begins."""

@@ -79,7 +79,8 @@ class Batches:
             except OSError as error:
                 logger.error("the batch folder cannot be read: %s", error)
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._woken.wait(), POLL_S)
+                async with asyncio.timeout(POLL_S):
+                    await self._woken.wait()
 
     async def _take_up(self, unfinished: Sequence[BatchRecord]) -> None:
         """Begin work: first of tenants of which the fewest batches run here, then of the oldest batch."""

@@ -257,7 +257,8 @@ class BatchWork:
                 logger.error("the state of batch %s cannot be written: %s; trying again", self.record.id, error)
                 with suppress(TimeoutError):
                     self._woken.clear()
-                    await asyncio.wait_for(self._woken.wait(), WRITE_AGAIN_S)
+                    async with asyncio.timeout(WRITE_AGAIN_S):
+                        await self._woken.wait()
 
     async def _show_what_there_is(self) -> None:
         if self.record.output_file_id is None or self.record.error_file_id is None:

@@ -259,7 +259,8 @@ class _Server(uvicorn.Server):
         """Keep the Date header current until `stop`."""
         while not await self.on_tick(0):
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), TICK_S)
+                async with asyncio.timeout(TICK_S):
+                    await self._stopping.wait()
 
 
 def _listen(host: str, port: int, *, share_port: bool = False) -> socket.socket:
