@@ -30,7 +30,7 @@ from pdmesh.engine.kv_cache.block_pool import BlockChanges, BlockLog
 from pdmesh.engine.kv_cache.streams import streams_of
 from pdmesh.engine.loader.builder import Progress
 from pdmesh.engine.loop import EngineLoop
-from pdmesh.engine.outputs import EngineStats, StepResult
+from pdmesh.engine.outputs import CoreSeconds, EngineStats, StepResult
 from pdmesh.engine.request import EngineRequest
 from pdmesh.engine.request_validation import Limits
 from pdmesh.engine.sampling.sampler import Sampler
@@ -195,6 +195,9 @@ class VllmEngine:
         self.core.exports.signal.notify_every(num_layers)
 
     def expert_counts(self) -> Tensor | None:
+        return None
+
+    def core_seconds(self) -> CoreSeconds | None:
         return None
 
     async def stop(self) -> None:

@@ -121,7 +121,7 @@ class Engine:
                 check_speculation(config)
             loaded = load_model(config)
         self.config = config
-        self._loaded = loaded
+        self._loaded, self.core_seconds = loaded, loaded.core_seconds
         self.model_config = loaded.config
         self.weights_hash = loaded.weights_hash
         self.numeric_mode = loaded.numeric_mode

@@ -94,6 +94,13 @@ class StepWork(NamedTuple):
     decode_context: int
 
 
+class CoreSeconds(NamedTuple):
+    """Hold for how long, added up over cores, others have computed on a worker's cores and the worker on others'."""
+
+    lent: float
+    borrowed: float
+
+
 @dataclass(frozen=True)
 class EngineStats:
     """Hold counts of now (`taken_ns`, monotonic) and, from `num_steps` on, since start; sequences count by choice."""

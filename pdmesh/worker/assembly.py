@@ -247,7 +247,8 @@ class Worker:
         corrupt = {transport: self._receiver.num_corrupt[transport] for transport in self._config.transports}
         counts = self.engine.expert_counts()
         experts = None if counts is None else self._experts.take(counts, time.monotonic())
-        seen = Seen(self.load.stats, self.load.report(), self.engine.limits(), corrupt, expired, experts, pulls, self.tiers)
+        report, limits, cores = self.load.report(), self.engine.limits(), self.engine.core_seconds()
+        seen = Seen(self.load.stats, report, limits, corrupt, expired, experts, pulls, self.tiers, cores)
         read(readings, seen)
 
     def _background(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from kvtransfer.sender.push import PushResult
 from kvtransfer.tiers.tiers import KVTiers
 from pdmesh.engine.hardware import MachineLimits, ModelCost
-from pdmesh.engine.outputs import EngineStats, StepResult, StepWork
+from pdmesh.engine.outputs import CoreSeconds, EngineStats, StepResult, StepWork
 from pdmesh.engine.speculation.stats import SpeculationStats
 from pdmesh.planning.latency_model import attended_share, distinct_experts
 from pdmesh.runtime.telemetry.config import resource_of
@@ -39,6 +39,12 @@ BATCH_TOKENS = histogram("pdmesh.engine.batch.tokens", "Tokens that a step compu
 OPERATIONS = counter("pdmesh.engine.operations", "Operations of the model; a multiplication and an addition are two")
 BYTES_MOVED = counter("pdmesh.engine.moved", "Weights and KV that steps read and wrote, by the model's shape", unit="By")
 BUSY = counter("pdmesh.engine.busy", "Time in steps", unit="s")
+CORES = counter(
+    "pdmesh.engine.shared.core",
+    "Core time that workers of a host shared: lent, others computed on this one's cores; borrowed, the reverse",
+    ("direction",),
+    unit="s",
+)
 PEAK_OPERATIONS = gauge("pdmesh.engine.peak.operations", "Measured limit of operations per second")
 PEAK_BANDWIDTH = gauge("pdmesh.engine.peak.bandwidth", "Measured limit of bytes read per second")
 
@@ -112,7 +118,7 @@ KV_REUSE = (
     PULLS, PULLED_TOKENS, PULLED_BYTES, WARMED_TOKENS, WARMED_BYTES, TIER_BYTES, TIER_CAPACITY, TIER_BLOCKS, RESTORES,
     RESTORED_TOKENS, ROUNDED_TOKENS,
 )  # fmt: skip
-ALL = (*PER_STEP, *PER_HANDOFF, *AT_SCRAPE, *KV_REUSE, *SPECULATION, *EXPERTS)
+ALL = (*PER_STEP, *PER_HANDOFF, *AT_SCRAPE, CORES, *KV_REUSE, *SPECULATION, *EXPERTS)
 
 
 _ROLES = {worker_pb2.ROLE_PREFILL: "prefill", worker_pb2.ROLE_DECODE: "decode"}
@@ -158,6 +164,7 @@ class Seen:
     experts: ExpertLoad | None = None  # of a model that has some
     pulls: PullCounts | None = None  # of a worker that fetches KV
     tiers: KVTiers | None = None  # beneath its pool
+    cores: CoreSeconds | None = None  # where workers share cores
 
 
 class WorkerMetrics:
@@ -229,6 +236,9 @@ def read(readings: Readings, seen: Seen) -> None:
         readings.put(WARMED_BYTES, seen.pulls.num_warmed_bytes)
     if seen.tiers is not None:
         _read_tiers(readings, seen.tiers)
+    if seen.cores is not None:
+        readings.put(CORES, seen.cores.lent, "lent")
+        readings.put(CORES, seen.cores.borrowed, "borrowed")
     if seen.limits is not None:
         readings.put(PEAK_OPERATIONS, seen.limits.operations_per_s)
         readings.put(PEAK_BANDWIDTH, seen.limits.bytes_per_s)

@@ -1,5 +1,6 @@
 """A mesh whose workers compute on cores of their own."""
 
+import asyncio
 import os
 import struct
 from pathlib import Path
@@ -12,6 +13,7 @@ from pdmesh.launcher.plan import LocalMeshConfig
 from pdmesh.platform.fallbacks import usable_cores
 from pdmesh.sampling_params import SamplingParams
 from tests.mesh import oracle
+from tests.runtime.telemetry.scrape import scrape
 
 
 def bound_to(pid: int) -> list[set[int]]:
@@ -24,6 +26,13 @@ def slots_in(table: str) -> list[tuple[int, ...]]:
     """Of each of two slots: whether it has an owner, until when it is wanted, who has borrowed it, how often it was borrowed."""
     content = Path(table).read_bytes()
     return [struct.unpack_from("=QqQQ", content, 64 * (1 + slot)) for slot in range(2)]
+
+
+async def core_seconds(mesh: LocalMesh, name: str, direction: str) -> float:
+    """What a worker says that it has lent or borrowed."""
+    (url,) = mesh.member(name).metrics_urls
+    page = await asyncio.to_thread(scrape, url)
+    return page.value("pdmesh_engine_shared_core_seconds_total", direction=direction)
 
 
 @pytest.mark.skipif(len(usable_cores()) < 2, reason="needs two cores")
@@ -42,9 +51,12 @@ async def test_engines_have_cores_of_their_own(tiny: Path) -> None:
 @pytest.mark.skipif(len(usable_cores()) < 2, reason="needs two cores")
 async def test_a_prompt_computes_on_the_core_of_the_worker_that_has_nothing_to_do(tiny: Path) -> None:
     prompts = [oracle.prompt_of(seed, 400) for seed in range(50, 58)]
-    async with LocalMesh(LocalMeshConfig(model=str(tiny), port=0, num_threads=1)) as mesh:
+    async with LocalMesh(LocalMeshConfig(model=str(tiny), port=0, num_threads=1, metrics_port=0)) as mesh:
         async with AsyncClient(mesh.router_addresses) as client:
             answers = [await client.generate(each, temperature=0, max_tokens=2, mode="remote", timeout=60) for each in prompts]
+        names = ("prefill-0", "decode-0")
+        lent, borrowed = [[await core_seconds(mesh, name, way) for name in names] for way in ("lent", "borrowed")]
+        assert lent == borrowed[::-1], "what one of two has lent, the other has borrowed"
         table, slots = mesh.config.core_table, slots_in(mesh.config.core_table)
     assert all(is_owned for is_owned, *_ in slots), "each worker has a slot"
     assert sum(times_borrowed for *_, times_borrowed in slots) > 0

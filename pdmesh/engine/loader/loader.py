@@ -39,6 +39,7 @@ from pdmesh.engine.lora.torch_maps import TorchAdapters
 from pdmesh.engine.memory import check_adapters_fit, check_weights_fit, effective_max_context, free_memory, torch_step_bytes
 from pdmesh.engine.models.config import ModelConfig
 from pdmesh.engine.models.decoder import DecoderModel
+from pdmesh.engine.outputs import CoreSeconds
 from pdmesh.engine.parallel.split import check_degree, num_elements_held
 from pdmesh.engine.runner.model_runner import TokenSampler
 from pdmesh.engine.sampling.sampler import Sampler
@@ -87,6 +88,10 @@ class LoadedModel:
         experts, or its kernels do not count."""
         own = getattr(self.model, "expert_counts", None)
         return own() if own is not None else None
+
+    def core_seconds(self) -> CoreSeconds | None:
+        """Return for how long it has lent its cores and borrowed others'; None: it shares none."""
+        return self.model.core_seconds() if isinstance(self.model, NativeModel) else None
 
     def step_bytes(self, config: EngineConfig) -> int:
         """Return the memory that steps and their graphs need besides weights and pool; 0: the model does not say."""

@@ -21,7 +21,7 @@ from pdmesh.engine.hardware import MachineLimits, ModelCost
 from pdmesh.engine.interface import KVSharing, ServingEngine
 from pdmesh.engine.kv_cache.block_events import BlockEvents, StoredBlock
 from pdmesh.engine.kv_cache.block_pool import BlockChanges
-from pdmesh.engine.outputs import EngineStats, KVReady, StepResult
+from pdmesh.engine.outputs import CoreSeconds, EngineStats, KVReady, StepResult
 from pdmesh.planning.latency_model import LatencyModel, ModelShape
 from pdmesh.v1 import worker_pb2
 
@@ -193,6 +193,9 @@ class WorkerEngine(ServingEngine, Protocol):
 
     def expert_counts(self) -> Tensor | None:
         """Return the tokens of each expert, [layers, num_experts] int64, since start; None: it has no experts, or cannot tell."""
+
+    def core_seconds(self) -> CoreSeconds | None:
+        """Return for how long, since start, others computed on its cores and it on others'; None: it shares none."""
 
     async def stop(self) -> None:
         """Run what was called before, and end the stepping; idempotent. Calls from then on raise EngineStopped."""

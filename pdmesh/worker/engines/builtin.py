@@ -30,7 +30,7 @@ from pdmesh.engine.loader.loader import load_model
 from pdmesh.engine.loop import EngineLoop
 from pdmesh.engine.lora.folder import load_adapter
 from pdmesh.engine.memory import effective_max_context
-from pdmesh.engine.outputs import EngineStats
+from pdmesh.engine.outputs import CoreSeconds, EngineStats
 from pdmesh.engine.request import EngineRequest
 from pdmesh.engine.scheduler.scheduler import StepCost, TpotLimiter
 from pdmesh.engine.speculation.setup import check_speculation, names_for
@@ -147,6 +147,9 @@ class BuiltinEngine:
 
     def expert_counts(self) -> Tensor | None:
         return self.engine.expert_counts()
+
+    def core_seconds(self) -> CoreSeconds | None:
+        return self.engine.core_seconds()
 
     async def stop(self) -> None:
         if self._loop is not None:

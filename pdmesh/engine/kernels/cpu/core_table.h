@@ -19,7 +19,9 @@ struct alignas(64) CoreSlot {
     std::atomic<uint64_t> borrowed;      // milliseconds << kTagBits | borrower; 0: by none
     std::atomic<uint64_t> times_borrowed;
     std::atomic<int64_t> core;           // its number to the system; -1: any, the owner's threads are bound to none
-    uint64_t unused[3];
+    std::atomic<uint64_t> lent_ms;       // how long others have borrowed it
+    std::atomic<uint64_t> borrowed_ms;   // of the first slot of an owner: how long it has borrowed cores of others
+    uint64_t unused;
 };
 static_assert(sizeof(CoreSlot) == 64);
 static_assert(std::atomic<int64_t>::is_always_lock_free && std::atomic<uint64_t>::is_always_lock_free);
@@ -80,7 +82,10 @@ class CoreTable {
         if (is_mine(before)) slots_[slot].borrowed.compare_exchange_strong(before, mark(now), std::memory_order_relaxed);
     }
 
-    void give_back(int slot) {
+    // It was borrowed for `held_ms`.
+    void give_back(int slot, int64_t held_ms) {
+        slots_[slot].lent_ms.fetch_add(held_ms, std::memory_order_relaxed);
+        slots_[first_].borrowed_ms.fetch_add(held_ms, std::memory_order_relaxed);
         uint64_t before = slots_[slot].borrowed.load(std::memory_order_relaxed);
         if (is_mine(before)) slots_[slot].borrowed.compare_exchange_strong(before, 0, std::memory_order_relaxed);
     }

@@ -6,7 +6,8 @@ holds times and marks only: whatever happens to the processes, tokens stay the s
 
     header   magic (8 bytes), version, number of slots in use (4 bytes each)                       64 bytes
     slot     whether it has an owner, until when it is wanted, until when and by which borrowed,
-             how often it was borrowed, its core's number (-1: any)                                64 bytes, 4 096 of them
+             how often it was borrowed, its core's number (-1: any), for how long others borrowed
+             it, and of an owner's first slot, for how long the owner borrowed others'              64 bytes, 4 096 of them
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ import time
 import weakref
 
 from pdmesh.engine.kernels.cpu.threads import quota_cores
+from pdmesh.engine.outputs import CoreSeconds
 from pdmesh.platform.fallbacks import process_cores, usable_cores
 
 MAGIC, VERSION = b"pdmcores", 1
 MAX_SLOTS, SLOT_BYTES = 4096, 64
 NUM_BYTES = SLOT_BYTES * (1 + MAX_SLOTS)
 _HEADER = struct.Struct("=8sII")
-_SLOT = struct.Struct("=QqQQq")
+_SLOT = struct.Struct("=QqQQqQQ")
 _PATIENCE_S = 10.0
 
 
@@ -95,7 +97,7 @@ class CoreTable:
         is_bound = len(cores) == self.num_threads and cores != process_cores()
         numbers = cores if is_bound else [-1] * self.num_threads
         for slot, core in zip(run, numbers, strict=True):
-            _SLOT.pack_into(self._memory, _offset(slot), 1, 0, 0, 0, core)
+            _SLOT.pack_into(self._memory, _offset(slot), 1, 0, 0, 0, core, 0, 0)
         magic, version, num_used = _HEADER.unpack_from(self._memory)
         _HEADER.pack_into(self._memory, 0, magic, version, max(num_used, run[-1] + 1))
         return run[0]
@@ -111,6 +113,11 @@ class CoreTable:
         allowed = len(process_cores())
         return max(0, min(allowed, quota_cores() or allowed) - self.num_threads)
 
+    def seconds(self) -> CoreSeconds:
+        """Return what was lent and borrowed since start, counted when a core is given back."""
+        slots = [_SLOT.unpack_from(self._memory, _offset(self.first + each)) for each in range(self.num_threads)]
+        return CoreSeconds(sum(slot[5] for slot in slots) / 1e3, slots[0][6] / 1e3)
+
     def close(self) -> None:
         """Give the slots up; they are lent no more. Idempotent."""
         self._release()
@@ -118,7 +125,7 @@ class CoreTable:
 
 def _release(memory: mmap.mmap, fd: int, slots: range, place: tuple[int, int]) -> None:
     for slot in slots:
-        _SLOT.pack_into(memory, _offset(slot), 0, 0, 0, 0, -1)
+        _SLOT.pack_into(memory, _offset(slot), 0, 0, 0, 0, -1, 0, 0)
     os.close(fd)  # with the locks
     _joined.discard(place)
 

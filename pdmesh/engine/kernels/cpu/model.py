@@ -19,6 +19,7 @@ from pdmesh.engine.kernels.cpu.sampling import NativeSampler
 from pdmesh.engine.kv_cache.events import LayerReadiness
 from pdmesh.engine.models.config import ExpertsConfig, LatentConfig, ModelConfig, missing_part
 from pdmesh.engine.models.decoder import shortened
+from pdmesh.engine.outputs import CoreSeconds
 from pdmesh.engine.runner.batch import StepBatch, Tail
 from pdmesh.engine.runner.decode_batch import DecodeBatch
 
@@ -387,6 +388,10 @@ class NativeModel:
     def max_threads(self) -> int:
         """Return the most threads that a step may have: its own, and those on cores that others lend."""
         return self._num_threads + (0 if self._cores is None else self._cores.max_guests)
+
+    def core_seconds(self) -> CoreSeconds | None:
+        """Return what it has lent and borrowed; None: it shares no cores."""
+        return None if self._cores is None else self._cores.seconds()
 
     def rest(self) -> None:
         """Let others use its cores until its next step."""

@@ -171,6 +171,7 @@ class Team {
         std::atomic<bool> is_sent_away{false};
         std::atomic<int> slot{-1};
         int place = kStart;
+        int64_t since_ms = 0;
     };
 
     // What the present thread is, where it is a guest.
@@ -246,6 +247,7 @@ class Team {
             if (slot < 0) return;
             guest.slot.store(slot, std::memory_order_relaxed);
             guest.place = place;
+            guest.since_ms = now;
             size_.store(rank + 1, std::memory_order_relaxed);
             had_guests_ = true;
         }
@@ -268,7 +270,7 @@ class Team {
     void end_with_guests() {
         is_lending_ = false;
         expected_.store(size(), std::memory_order_relaxed);
-        keep_only(own_);
+        keep_only(own_, size() > own_ ? CoreTable::now_ms() : 0);
     }
 
     // Ranks stay without a gap: one behind a guest whose core is wanted goes too, and may come back at the next boundary.
@@ -277,14 +279,17 @@ class Team {
             const int slot = guests_[rank - own_].slot.load(std::memory_order_relaxed);
             if (cores_.is_wanted(slot, now) || waited_ms_.load(std::memory_order_relaxed)) {
                 for (int other = rank; other < size(); other++) guests_[other - own_].is_sent_away.store(true, std::memory_order_relaxed);
-                return keep_only(rank);
+                return keep_only(rank, now);
             }
             cores_.keep(slot, now);
         }
     }
 
-    void keep_only(int count) {
-        for (int rank = count; rank < size(); rank++) cores_.give_back(guests_[rank - own_].slot);
+    void keep_only(int count, int64_t now) {
+        for (int rank = count; rank < size(); rank++) {
+            const Guest& guest = guests_[rank - own_];
+            cores_.give_back(guest.slot.load(std::memory_order_relaxed), now - guest.since_ms);
+        }
         called_ = std::min(called_, count - own_);
         size_.store(count, std::memory_order_relaxed);
     }

@@ -100,5 +100,8 @@ int main(int argc, char** argv) {
         if (table.slots[slot].borrowed) fail("a core that was not given back", slot);
     }
     if (table.slots[first[3]].borrowed) fail("a core that was not given back", first[3]);
+    int64_t lent_ms = 0, borrowed_ms = 0;
+    for (const CoreSlot& slot : table.slots) lent_ms += slot.lent_ms, borrowed_ms += slot.borrowed_ms;
+    if (lent_ms != borrowed_ms || lent_ms <= 0) fail("what was lent is not what was borrowed", lent_ms, borrowed_ms);
     std::printf("joined %lld late %lld\n", static_cast<long long>(joined), static_cast<long long>(late));
 }

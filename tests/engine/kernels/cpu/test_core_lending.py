@@ -22,7 +22,7 @@ from tests.support.tiny_families import make_tiny_family
 from tests.support.tiny_models import make_tiny_model
 
 SOURCE = Path(__file__).with_name("team_check.cpp")
-SLOT = struct.Struct("=QqQQq")
+SLOT = struct.Struct("=QqQQqQQ")
 FOREIGN = (4, 5)  # slots of nobody's here, which the test lends
 
 
@@ -53,7 +53,7 @@ class Lender:
             self.memory = mmap.mmap(file.fileno(), NUM_BYTES)
         struct.pack_into("=I", self.memory, len(MAGIC) + 4, max(FOREIGN) + 1)
         for slot in FOREIGN:
-            SLOT.pack_into(self.memory, SLOT_BYTES * (1 + slot), 1, 0, 0, 0, slot % 2)
+            SLOT.pack_into(self.memory, SLOT_BYTES * (1 + slot), 1, 0, 0, 0, slot % 2, 0, 0)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run)
 
@@ -75,9 +75,10 @@ class Lender:
         struct.pack_into("=Qq", self.memory, SLOT_BYTES * (1 + slot), is_owned, wanted_until)
 
     @property
-    def borrowed(self) -> list[tuple[int, int]]:
-        """Of each slot: the present borrower's mark, and how often it was borrowed."""
-        return [SLOT.unpack_from(self.memory, SLOT_BYTES * (1 + slot))[2:4] for slot in FOREIGN]
+    def borrowed(self) -> list[tuple[int, int, int]]:
+        """Of each slot: the present borrower's mark, how often it was borrowed, and for how many milliseconds."""
+        slots = [SLOT.unpack_from(self.memory, SLOT_BYTES * (1 + slot)) for slot in FOREIGN]
+        return [(slot[2], slot[3], slot[5]) for slot in slots]
 
 
 @pytest.mark.parametrize(
@@ -103,8 +104,11 @@ def test_borrowed_cores_change_no_bit(
             for tokens, logits in zip(prompts, expected, strict=True):
                 assert torch.equal(loop.logits(tokens), logits)
         borrowed = lender.borrowed
-    assert sum(times for _, times in borrowed) > 0
-    assert all(mark == 0 for mark, _ in borrowed), "a core was not given back after the last step"
+    assert sum(times for _, times, _ in borrowed) > 0
+    assert all(mark == 0 for mark, _, _ in borrowed), "a core was not given back after the last step"
+    seconds = loop.loaded.core_seconds()
+    assert seconds is not None and (seconds.lent, seconds.borrowed) == (0, sum(ms for _, _, ms in borrowed) / 1e3)
+    assert alone.loaded.core_seconds() is None
 
 
 @pytest.fixture
@@ -129,6 +133,18 @@ def test_slots_of_a_process_that_was_killed_are_taken_again(other: subprocess.Po
     own.close()
     again = CoreTable(path, 3)
     assert again.first == 0
+    again.close()
+
+
+def test_what_was_lent_is_added_up_over_cores_and_begins_at_nothing(path: str) -> None:
+    table = CoreTable(path, 2)
+    with open(path, "r+b") as file, mmap.mmap(file.fileno(), NUM_BYTES) as memory:
+        for slot, lent_ms, borrowed_ms in ((0, 1500, 250), (1, 500, 0)):
+            SLOT.pack_into(memory, SLOT_BYTES * (1 + slot), 1, 0, 0, 7, -1, lent_ms, borrowed_ms)
+        assert table.seconds() == (2.0, 0.25)
+    table.close()
+    again = CoreTable(path, 1)
+    assert again.seconds() == (0, 0)
     again.close()
 
 
