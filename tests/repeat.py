@@ -1,7 +1,8 @@
 """Runs pytest; what failed runs once more, alone, and what passes then is printed as a table with its first failure.
 
 `python -m tests.repeat NAME PYTEST-ARGUMENTS`. A test that passes only when repeated is broken: if it happens twice in three runs
-of NAME, the run fails. The runs before are remembered in the cache ($PDMESH_CACHE/repeated/NAME.json).
+of NAME, the run fails. The runs before are remembered in the cache ($PDMESH_CACHE/repeated/NAME.json). At the end stand the files
+whose tests took longest.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -24,14 +27,24 @@ MOST = 2
 FAILED = 1
 """pytest's exit code when tests failed."""
 NO_TESTS = 5
+NUM_SHOWN = 25
 
 
-def run(arguments: Sequence[str]) -> tuple[int, dict[str, str]]:
-    """Return pytest's exit code, and the first line of each failure by test."""
+@dataclass(frozen=True)
+class Run:
+    """Hold pytest's exit code, the first line of each failure by test, and the seconds that each file's tests took together."""
+
+    code: int
+    failures: Mapping[str, str]
+    seconds: Mapping[str, float]
+
+
+def run(arguments: Sequence[str]) -> Run:
+    """Run pytest."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         done = subprocess.run([sys.executable, "-m", "pytest", *arguments, f"--junitxml={report}"], check=False)
-        return done.returncode, failures(report) if report.is_file() else {}
+        return Run(done.returncode, failures(report), seconds(report)) if report.is_file() else Run(done.returncode, {}, {})
 
 
 def failures(report: Path) -> dict[str, str]:
@@ -43,6 +56,20 @@ def failures(report: Path) -> dict[str, str]:
                 first = (problem.get("message") or "").strip().splitlines() or ["?"]
                 found[f"{case.get('classname')}::{case.get('name')}"] = first[0][:200]
     return found
+
+
+def seconds(report: Path) -> dict[str, float]:
+    """Return the seconds of each file's tests together, their fixtures included, longest first."""
+    found: Counter[str] = Counter()
+    for case in ElementTree.parse(report).iter("testcase"):
+        found[case.get("classname") or "?"] += float(case.get("time") or 0)
+    return dict(found.most_common())
+
+
+def slowest(by_file: Mapping[str, float]) -> str:
+    """Return a line that names the files that took longest, with their seconds."""
+    shown = [f"{name.removeprefix('tests.')} {took:.0f}" for name, took in list(by_file.items())[:NUM_SHOWN]]
+    return f"seconds of {sum(by_file.values()):.0f}: {', '.join(shown)}"
 
 
 def table(repeated: Mapping[str, str], before: Sequence[Sequence[str]]) -> Table:
@@ -79,11 +106,12 @@ def main(argv: Sequence[str]) -> int:
     name, *arguments = argv
     path = history(name)
     before = read(path)
-    code, first = run(arguments)
-    repeated: dict[str, str] = {}
+    first = run(arguments)
+    code, repeated = first.code, dict[str, str]()
+    print(slowest(first.seconds))
     if code == FAILED:
-        code, still = run([*arguments, "--last-failed", "--last-failed-no-failures=none", "-n0"])
-        repeated = {test: problem for test, problem in first.items() if test not in still}
+        again = run([*arguments, "--last-failed", "--last-failed-no-failures=none", "-n0"])
+        code, repeated = again.code, {test: problem for test, problem in first.failures.items() if test not in again.failures}
         if repeated:
             Console(width=130).print(table(repeated, before))
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -21,11 +21,13 @@ from pdmesh.client.channel import DEFAULT_ADDRESS
 from pdmesh.commands.tls import exports
 from pdmesh.commands.up_autoscale import AutoscaleOptions, Shown, local_loop, scaled
 from pdmesh.engine.config import EngineConfig, named_proposers
+from pdmesh.launcher.layout import expectation
 from pdmesh.launcher.local_state import TARGETS_FILE, DecisionFile, MetricsFiles, Target, follow
 from pdmesh.launcher.mesh import LocalMesh, process_table
 from pdmesh.launcher.plan import EMBEDDED_REDIS, START_TIMEOUT_HELP, LocalMeshConfig, check_packages, engine_python
 from pdmesh.models import registry
 from pdmesh.models.registry import check_headers
+from pdmesh.platform.fallbacks import usable_cores
 from pdmesh.runtime.child import StartFailed
 from pdmesh.runtime.config import ConfigError
 from pdmesh.runtime.rpc.mesh_secret import VARIABLE, MeshSecretConfig
@@ -358,6 +360,7 @@ def _summary(mesh: LocalMesh, scaling: AutoscaleOptions) -> list[RenderableType]
         *_tls_lines(config),
         f"for `pdmesh roles` in another terminal: export {VARIABLE}={config.mesh_secret.mesh_secret_file}",
         f"{config.name_of_model} on {config.device}; logs in {mesh.log_dir}",
+        *([line] if (line := expectation(config, len(usable_cores()))) and not scaling.autoscale else []),
         *scaling.summary(config, mesh.log_dir),
         *(f"OpenAI's API: {url}/v1" for url in mesh.http_urls),
         *_metrics_lines(mesh),

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import struct
 from pathlib import Path
 
@@ -22,10 +23,10 @@ def bound_to(pid: int) -> list[set[int]]:
     return [cores for task in tasks if (cores := os.sched_getaffinity(task)) != set(usable_cores())]
 
 
-def slots_in(table: str) -> list[tuple[int, ...]]:
-    """Of each of two slots: whether it has an owner, until when it is wanted, who has borrowed it, how often it was borrowed."""
+def slots_in(table: str, num_slots: int = 2) -> list[tuple[int, ...]]:
+    """Of each slot: whether it has an owner, until when it is wanted, who has borrowed it, how often it was borrowed."""
     content = Path(table).read_bytes()
-    return [struct.unpack_from("=QqQQ", content, 64 * (1 + slot)) for slot in range(2)]
+    return [struct.unpack_from("=QqQQ", content, 64 * (1 + slot)) for slot in range(num_slots)]
 
 
 async def core_seconds(mesh: LocalMesh, name: str, direction: str) -> float:
@@ -64,6 +65,32 @@ async def test_a_prompt_computes_on_the_core_of_the_worker_that_has_nothing_to_d
         slots_in(table)
     for prompt, answer in zip(prompts, answers, strict=True):
         assert [list(answer.token_ids)] == oracle.answer(tiny, prompt, SamplingParams(temperature=0, max_tokens=2))
+
+
+@pytest.mark.skipif(len(usable_cores()) < 2, reason="needs two cores")
+async def test_a_frozen_worker_and_a_killed_one_cost_no_token_and_keep_no_core(tiny: Path) -> None:
+    """Its core is lent on while it stands still, and the one that is started in its place has a core again."""
+    prompts = [oracle.prompt_of(seed, 400) for seed in range(60, 66)]
+    greedy = SamplingParams(temperature=0, max_tokens=8)
+    expected = [oracle.answer(tiny, each, greedy) for each in prompts]
+
+    async def answers(client: AsyncClient) -> list[list[list[int]]]:
+        found = [await client.generate(each, temperature=0, max_tokens=8, mode="remote", timeout=90) for each in prompts]
+        return [[list(answer.token_ids)] for answer in found]
+
+    async with LocalMesh(LocalMeshConfig(model=str(tiny), port=0, num_threads=1, num_decode=2)) as mesh:
+        table = mesh.config.core_table
+        async with AsyncClient(mesh.router_addresses) as client:
+            assert await answers(client) == expected
+            mesh.kill("decode-1", signal.SIGSTOP)
+            before = sum(times_borrowed for *_, times_borrowed in slots_in(table, 3))
+            assert await answers(client) == expected
+            assert sum(times_borrowed for *_, times_borrowed in slots_in(table, 3)) > before
+            mesh.kill("decode-1")
+            assert await answers(client) == expected
+            await mesh.wait_ready(60)
+            assert await answers(client) == expected
+        assert [is_owned for is_owned, *_ in slots_in(table, 4)] == [1, 1, 1, 0], "the new worker has the slot of the old one"
 
 
 async def test_too_few_cores_are_said(tiny: Path) -> None:

@@ -44,3 +44,13 @@ def test_what_fails_twice_fails(folder: Path) -> None:
     (folder / "test_it.py").write_text("def test_wrong(): assert False\n")
     assert once(folder) == repeat.FAILED
     assert repeat.read(repeat.history("it")) == [[]]
+
+
+def test_the_files_that_took_longest_stand_first(tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    cases = [("tests.a", "one", 0.5), ("tests.b", "two", 3.0), ("tests.a", "three", 1.0)]
+    listed = "".join(f'<testcase classname="{name}" name="{test}" time="{took}"/>' for name, test, took in cases)
+    report.write_text(f"<testsuites><testsuite>{listed}</testsuite></testsuites>")
+    assert list(repeat.seconds(report).items()) == [("tests.b", 3.0), ("tests.a", 1.5)]
+    assert repeat.slowest(repeat.seconds(report)) == "seconds of 4: b 3, a 2"
+    assert repeat.failures(report) == {}

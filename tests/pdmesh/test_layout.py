@@ -1,0 +1,46 @@
+"""What `pdmesh up` says of the layout that was asked for."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdmesh.launcher.layout import expectation
+from pdmesh.launcher.plan import LocalMeshConfig
+
+
+def said(num_cores: int, **fields: object) -> str:
+    return expectation(LocalMeshConfig(model="any", **fields), num_cores)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("num_cores", [2, 3, 64])
+def test_the_default_is_expected_to_serve_best_where_each_worker_has_a_core(num_cores: int) -> None:
+    assert said(num_cores).startswith("layout: expected to serve best")
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "fields", "better", "why"),
+    [
+        (1, {}, "--prefill 0 --decode 0 --both 1", "2 workers share one core"),
+        (3, {"num_prefill": 2, "num_decode": 2}, "--prefill 0 --decode 0 --both 1", "4 workers share 3 cores"),
+        (2, {"num_prefill": 0, "num_decode": 0, "num_both": 1}, "--prefill 1 --decode 1", "answers wait"),
+        (8, {"num_prefill": 0, "num_decode": 0, "num_both": 2}, "--prefill 1 --decode 1", "answers wait"),
+        (8, {"num_prefill": 0, "num_decode": 2}, "--prefill 1 --decode 1", "answers wait"),
+        (4, {"lend_cores": False}, "--lend-cores", "on 2 cores only"),
+        (4, {"num_threads": 4}, "--threads 2", "2 workers of 4 threads on 4 cores"),
+    ],
+)
+def test_what_is_expected_to_serve_better_is_said_with_the_reason(
+    num_cores: int, fields: dict[str, object], better: str, why: str
+) -> None:
+    line = said(num_cores, **fields)
+    assert line.startswith(f"layout: {better} is expected to serve better: ")
+    assert why in line
+
+
+def test_one_core_has_one_layout() -> None:
+    assert said(1, num_prefill=0, num_decode=0, num_both=1).endswith("best on one core")
+
+
+@pytest.mark.parametrize("fields", [{"engine": "vllm"}, {"device": "cuda"}])
+def test_nothing_is_said_where_nothing_is_known(fields: dict[str, object]) -> None:
+    assert said(8, **fields) == ""
