@@ -30,15 +30,15 @@ _WARM_UP_TOKENS = 4
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured. After `limit_s` no further round begins, and a contestant that takes longer than `answer_s` for one
-    call is ended: so slow a one cannot be the fastest."""
+    """How much is measured. `limit_s` after the first round no further one begins, and a contestant that takes longer than
+    `answer_s` for one call is ended: so slow a one cannot be the fastest."""
 
     rounds: int = 5
     batches: tuple[int, ...] = (1, 4, 16, 32)
     prompt_tokens: int = 64
     new_tokens: int = 64
     prefills: tuple[int, ...] = (1000, 8000)
-    limit_s: float = 480.0
+    limit_s: float = 300.0
     answer_s: float = 120.0
 
     @property

@@ -53,13 +53,13 @@ _SMALL_GOALS = Goals(
 )
 PARTS: Mapping[str, Part] = {
     "smollm2": Part("SmolLM2-135M", Subject(SMOLLM2.name), Plan(), _SMALL_GOALS, OURS, PEERS, stays=True),
-    "tinyllama": Part("TinyLlama-1.1B", Subject(TINYLLAMA.name), replace(_LARGE, limit_s=420.0), _LARGE_GOALS),
-    "llama1b": Part("1B shape", random(LLAMA_1B), replace(_LARGE, limit_s=360.0), _LARGE_GOALS),
-    "llama3b": Part("3B shape", random(LLAMA_3B), replace(_LARGE, limit_s=480.0), _LARGER_GOALS),
+    "tinyllama": Part("TinyLlama-1.1B", Subject(TINYLLAMA.name), replace(_LARGE, limit_s=240.0), _LARGE_GOALS),
+    "llama1b": Part("1B shape", random(LLAMA_1B), replace(_LARGE, limit_s=210.0), _LARGE_GOALS),
+    "llama3b": Part("3B shape", random(LLAMA_3B), replace(_LARGE, limit_s=300.0), _LARGER_GOALS),
     "experts": Part(
         "64 experts, 1B",
         random(EXPERTS_1B),
-        replace(_LARGE, limit_s=300.0),
+        replace(_LARGE, limit_s=180.0),
         Goals(versus={INT8_NAME: _EXPERTS, INT4_NAME: _EXPERTS}),
     ),
 }
