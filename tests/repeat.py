@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,10 +60,10 @@ def failures(report: Path) -> dict[str, str]:
 
 def seconds(report: Path) -> dict[str, float]:
     """Return the seconds of each file's tests together, their fixtures included, longest first."""
-    found: Counter[str] = Counter()
+    found: defaultdict[str, float] = defaultdict(float)
     for case in ElementTree.parse(report).iter("testcase"):
         found[case.get("classname") or "?"] += float(case.get("time") or 0)
-    return dict(found.most_common())
+    return dict(sorted(found.items(), key=lambda entry: -entry[1]))
 
 
 def slowest(by_file: Mapping[str, float]) -> str:
