@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from benchmarks.harness import MODEL, Kept, Measured, Options, Suite
 from benchmarks.peers.servers import watched_shared_memory
-from benchmarks.router import disturbances, lending, mixes, overhead, overload, peers, placement
+from benchmarks.router import disturbances, lending, long_prompts, mixes, overhead, overload, peers, placement
 
 # In the order of what they promise.
 PARTS: Mapping[str, Callable[[Options], Measured]] = {
@@ -21,6 +21,7 @@ PARTS: Mapping[str, Callable[[Options], Measured]] = {
     "overload": overload.figures,
     "kill": disturbances.kill_figures,
     "prefix": placement.figures,
+    "long-prompts": long_prompts.figures,
 }
 SUITE = Suite("router", tuple(PARTS), {"model": MODEL})
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import grpc.aio
 
@@ -35,10 +37,21 @@ def request_of(mode: str, prompt_tokens: int, max_tokens: int) -> bytes:
     ).SerializeToString()
 
 
-def caller(channel: grpc.aio.Channel, request: bytes) -> Call:
-    """Starts one call."""
+def requests_of(texts: Path, mode: str, max_tokens: int) -> list[bytes]:
+    """One for each of the texts in a file of JSON."""
+    sampling = common_pb2.SamplingParams(seed=1, max_tokens=max_tokens, ignore_eos=True)
+    options = mesh_pb2.RequestOptions(mode=MODES[mode])
+    return [
+        mesh_pb2.GenerateRequest(text=text, sampling=sampling, options=options).SerializeToString()
+        for text in json.loads(texts.read_text())
+    ]
+
+
+def caller(channel: grpc.aio.Channel, *requests: bytes) -> Call:
+    """Starts one call, with the requests in turn."""
     generate: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(METHOD)
-    return lambda: generate(request)
+    turns = itertools.cycle(requests)
+    return lambda: generate(next(turns))
 
 
 async def ttft_of(call: Call) -> float:
@@ -75,7 +88,7 @@ async def closed(call: Call, clients: int, seconds: float) -> dict[str, object]:
 
     began = time.perf_counter()
     counts = await asyncio.gather(*(one() for _ in range(clients)))
-    return {"requests_per_s": sum(counts) / (time.perf_counter() - began)}
+    return {"requests_per_s": sum(counts) / (time.perf_counter() - began), "requests": sum(counts)}
 
 
 class Streams:
@@ -141,6 +154,11 @@ def say(content: dict[str, object]) -> None:
 
 async def main(given: argparse.Namespace) -> None:
     """One measurement."""
+    if given.texts is not None:
+        requests = requests_of(given.texts, given.mode, given.max_tokens)
+        async with _channel(given.address) as channel:
+            say(await closed(caller(channel, *requests), given.count, given.seconds))
+        return
     request = request_of(given.mode, given.prompt_tokens, given.max_tokens)
     if given.what == "streams":
         await streams(given.address, request, given.count)
@@ -160,6 +178,7 @@ if __name__ == "__main__":
     parser.add_argument("--mode", choices=tuple(MODES), default="remote")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--max-tokens", type=int, default=8)
+    parser.add_argument("--texts", type=Path, help="closed: prompts from this file in place of token ids")
     parser.add_argument("--count", type=int, default=32)
     parser.add_argument("--rate", type=float, default=100.0)
     parser.add_argument("--seconds", type=float, default=3.0)

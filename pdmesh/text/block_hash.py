@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from hashlib import blake2b
+from struct import unpack
 from typing import TypeVar
 
 Block = TypeVar("Block")
@@ -19,6 +20,8 @@ Name = TypeVar("Name")
 HASH_BYTES = 16
 SHORT_NAME_BYTES = 8
 _TOKEN_BYTES = 4
+_BLOCK = blake2b(digest_size=HASH_BYTES, person=b"pdmesh.block")  # copied: that takes less than making one
+_LEAD = bytes((HASH_BYTES,))
 
 
 @lru_cache(maxsize=1024, typed=True)  # called for every request, with the same few identities and tenants
@@ -38,19 +41,27 @@ def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
 
 def hash_prompt(root: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
     """Return the names of all full blocks of a prompt, in order."""
-    packed = memoryview(_pack(token_ids))
+    packed = _pack(token_ids)
     stride = block_size * _TOKEN_BYTES
     hashes: list[bytes] = []
-    parent = root
-    for start in range(0, len(packed) - stride + 1, stride):
-        parent = _chain(parent, packed[start : start + stride])
-        hashes.append(parent)
+    fresh, lead = _BLOCK.copy, bytes((len(root),)) + root
+    for start in range(0, len(packed) - stride + 1, stride):  # as _chain: prompts have thousands of blocks
+        digest = fresh()
+        digest.update(lead + packed[start : start + stride])
+        name = digest.digest()
+        hashes.append(name)
+        lead = _LEAD + name
     return hashes
 
 
 def short_name(block_hash: bytes) -> int:
     """Return the first eight bytes, big-endian: the name of a block in indexes and on the wire."""
     return int.from_bytes(block_hash[:SHORT_NAME_BYTES], "big")
+
+
+def short_names(block_hashes: Sequence[bytes]) -> list[int]:
+    """Return `short_name` of each, in a fourth of the time."""
+    return list(unpack(f">{2 * len(block_hashes)}Q", b"".join(block_hashes))[::2])
 
 
 def in_chains(
@@ -75,10 +86,10 @@ def in_chains(
         yield chain
 
 
-def _chain(parent: bytes, packed: bytes | memoryview) -> bytes:
+def _chain(parent: bytes, packed: bytes) -> bytes:
     # The length distinguishes an empty root from a parent: no two different pairs make the same input.
-    digest = blake2b(bytes((len(parent),)) + parent, digest_size=HASH_BYTES, person=b"pdmesh.block")
-    digest.update(packed)
+    digest = _BLOCK.copy()
+    digest.update(bytes((len(parent),)) + parent + packed)
     return digest.digest()
 
 

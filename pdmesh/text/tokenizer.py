@@ -15,6 +15,7 @@ import tokenizers
 from pdmesh.text.chat_template import PLAIN, ChatTemplate, Message, Rendering, read_template
 from pdmesh.text.detokenizer import REPLACEMENT, PieceStream, Stage, StripStart, byte_spelling, parse_decoder, piece_bytes
 from pdmesh.text.generation_config import sampling_defaults
+from pdmesh.text.long_text_encoder import LongTextEncoder
 from pdmesh.text.parsers.registry import NONE, OTHER, PROMPTED, reasoning_format_of, tool_format_of
 from pdmesh.text.tokenizer_files import add_declared, named_tokens, read_backend
 from pdmesh.text.tool_prompt import with_tools
@@ -258,8 +259,18 @@ class Tokenizer:
             raise ValueError("text: is not valid Unicode (it holds half of a surrogate pair)") from error
 
     def encode_detached(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids, for long texts in a thread. The library's `encode` holds the GIL from beginning to end; its
-        batches release it, and without offsets there is little to copy and to free under the GIL afterwards."""
+        """Return the token ids, for long texts in a thread: the same as `encode`, faster where there is a faster encoder, and
+        without holding the GIL."""
+        return self.long_texts.encode(text, add_special_tokens=add_special_tokens)
+
+    @cached_property
+    def long_texts(self) -> LongTextEncoder:
+        """Return the encoder of long texts (pdmesh/text/long_text_encoder.py)."""
+        return LongTextEncoder(self.to_json, tuple(self.special_tokens), self._encode_batch)
+
+    def _encode_batch(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Return the token ids. The library's `encode` holds the GIL from beginning to end; its batches release it, and without
+        offsets there is little to copy and to free under the GIL afterwards."""
         try:
             return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError as error:

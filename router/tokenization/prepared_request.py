@@ -10,7 +10,7 @@ from typing import NamedTuple
 from pdmesh.adapter_id import AdapterId
 from pdmesh.runtime.config import ConfigError
 from pdmesh.runtime.files import cache_root_of
-from pdmesh.text.block_hash import hash_prompt, short_name
+from pdmesh.text.block_hash import hash_prompt, short_names
 from pdmesh.text.fill_in_middle import Gap, gap_of
 from pdmesh.text.generation_config import GenerationConfig
 from pdmesh.text.grammar import GrammarCompiler
@@ -231,7 +231,7 @@ class PreparedRequest:
         for start in range(0, len(tokens) - block_size + 1, at_once * block_size):
             hashes = hash_prompt(parent, tokens[start : start + at_once * block_size], block_size)
             parent = hashes[-1]
-            yield [short_name(block) for block in hashes]
+            yield short_names(hashes)
 
     def _chain(self, identity: common_pb2.Identity, kv_dtype: str, block_size: int) -> _Chain:
         root = cache_root_of(identity, kv_dtype, tenant=self.tenant, cache_salt=self.cache_salt)
@@ -239,7 +239,7 @@ class PreparedRequest:
         chain = self._chains.get((root, block_size))
         if chain is None:
             hashes = hash_prompt(root, self.prompt, block_size)
-            chain = _Chain([short_name(block) for block in hashes], hashes[-1] if hashes else root)
+            chain = _Chain(short_names(hashes), hashes[-1] if hashes else root)
             self._chains[root, block_size] = chain
         return chain
 

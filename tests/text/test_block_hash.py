@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdmesh.text.block_hash import HASH_BYTES, cache_root, hash_block, hash_prompt
+from pdmesh.text.block_hash import HASH_BYTES, cache_root, hash_block, hash_prompt, short_name, short_names
 
 ROOT = cache_root("model", 3, salt="")
 
@@ -45,3 +45,8 @@ def test_the_hash_is_pinned() -> None:
 def test_ids_beyond_32_bits_are_refused(bad: list[int]) -> None:
     with pytest.raises(OverflowError):
         hash_block(ROOT, bad)
+
+
+@given(st.lists(st.binary(min_size=HASH_BYTES, max_size=HASH_BYTES), max_size=5))
+def test_short_names_are_those_of_each(hashes: list[bytes]) -> None:
+    assert short_names(hashes) == [short_name(each) for each in hashes]

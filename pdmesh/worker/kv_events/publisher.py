@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pdmesh.runtime.config import ConfigError
-from pdmesh.text.block_hash import short_name
+from pdmesh.text.block_hash import short_name, short_names
 from pdmesh.worker.kv_events.feed import BlockFeed, Chain, Update
 from pdmesh.worker.kv_events.settings import KVEventSettings, binds, require_libraries
 from pdmesh.worker.kv_events.stream import PART_NAMES, parts_of
@@ -87,7 +87,7 @@ class BatchEncoder:
 
     def _stored(self, chain: Chain) -> object:
         first = chain[0]
-        names = [short_name(block.block_hash) for block in chain]
+        names = short_names([block.block_hash for block in chain])
         tokens = [token for block in chain for token in block.token_ids]
         parent = None if first.parent is None else short_name(first.parent)
         adapter = first.adapter or None

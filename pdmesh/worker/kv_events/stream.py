@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from itertools import chain as joined
 
 from pdmesh.runtime.errors import FailedPrecondition
-from pdmesh.text.block_hash import short_name
+from pdmesh.text.block_hash import short_name, short_names
 from pdmesh.v1 import worker_pb2
 from pdmesh.worker.kv_events.feed import BlockFeed, Chain, Update
 
@@ -63,7 +63,7 @@ def _stored(chain: Chain) -> worker_pb2.StoredBlocks:
     first = chain[0]
     return worker_pb2.StoredBlocks(
         parent=None if first.parent is None else short_name(first.parent),
-        blocks=[short_name(block.block_hash) for block in chain],
+        blocks=short_names([block.block_hash for block in chain]),
         token_ids=joined.from_iterable(block.token_ids for block in chain),
         cache_root=first.cache_root,
         adapter=first.adapter,
