@@ -31,7 +31,7 @@ _WARM_UP_TOKENS = 4
 @dataclass(frozen=True)
 class Plan:
     """How much is measured. `limit_s` after the first round no further one begins, and a contestant that takes longer than
-    `answer_s` for one call is ended: so slow a one cannot be the fastest."""
+    `answer_s` for one call is ended: so slow a one cannot be the fastest. One that is not ready after `ready_s` is left out."""
 
     rounds: int = 5
     batches: tuple[int, ...] = (1, 4, 16, 32)
@@ -40,6 +40,7 @@ class Plan:
     prefills: tuple[int, ...] = (1000, 8000)
     limit_s: float = 300.0
     answer_s: float = 120.0
+    ready_s: float = 600.0
 
     @property
     def max_context(self) -> int:

@@ -104,7 +104,7 @@ class Seat:
         say(f"{self.name}: starting")
         child = self.start(as_measured=True)
         try:
-            child.wait_ready()
+            child.wait_ready(plan.ready_s)
             for case in cases:
                 case.warm_up(child, prompts, plan)
         except BaseException:

@@ -40,6 +40,9 @@ _LARGE_GOALS = Goals(
     prefill_share={INT8_NAME: 0.7},
     over={(INT4_NAME, INT8_NAME): 1.6},
 )
+# vLLM compiles for ten minutes where it has no bfloat16 of the processor's own, and is then slower than half of the fastest by
+# far (TinyLlama, SmolLM2): the largest models do not wait for that.
+_LARGER_READY_S = 240.0
 # At 3 B and with experts nothing is asked of 4 bits over 8 alone.
 _LARGER_GOALS = replace(_LARGE_GOALS, over={})
 _EXPERTS = Versus(decode={1: 1.5, 8: 2.0})
@@ -56,11 +59,11 @@ PARTS: Mapping[str, Part] = {
     "smollm2": Part("SmolLM2-135M", Subject(SMOLLM2.name), Plan(), _SMALL_GOALS, OURS, PEERS, stays=True),
     "tinyllama": Part("TinyLlama-1.1B", Subject(TINYLLAMA.name), replace(_LARGE, limit_s=240.0), _LARGE_GOALS),
     "llama1b": Part("1B shape", random(LLAMA_1B), replace(_LARGE, limit_s=210.0), _LARGE_GOALS),
-    "llama3b": Part("3B shape", random(LLAMA_3B), replace(_LARGE, limit_s=300.0), _LARGER_GOALS),
+    "llama3b": Part("3B shape", random(LLAMA_3B), replace(_LARGE, limit_s=300.0, ready_s=_LARGER_READY_S), _LARGER_GOALS),
     "experts": Part(
         "64 experts, 1B",
         random(EXPERTS_1B),
-        replace(_LARGE, limit_s=180.0),
+        replace(_LARGE, limit_s=180.0, ready_s=_LARGER_READY_S),
         Goals(versus={INT8_NAME: _EXPERTS, INT4_NAME: _EXPERTS}),
     ),
 }
