@@ -13,7 +13,7 @@ from benchmarks.autoscale.scenario import Options
 from benchmarks.harness import Measured, Suite
 
 # In the order of what they promise. Each is a module here with `figures(options)`, a coroutine or not.
-PARTS = ("simulated", "speed", "local", "fidelity")
+PARTS = ("simulated", "starts", "speed", "local", "zero", "fidelity")
 SUITE = Suite("autoscale", PARTS)
 TRACES = "PDMESH_TRACES"
 

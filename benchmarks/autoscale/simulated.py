@@ -19,13 +19,23 @@ from benchmarks.autoscale.rivals import DynamoPlanner, DynamoSettings, Hpa, HpaS
 from benchmarks.autoscale.scenario import PUBLISHED, SCENARIOS, Options, Scenario, quick
 from benchmarks.harness import Figure, say
 from pdmesh.autoscaler.collect.traffic import Counts, lengths_of
-from pdmesh.autoscaler.settings import AutoscalerSettings
+from pdmesh.autoscaler.settings import AutoscalerSettings, PoolSettings
 from pdmesh.autoscaler.views import PoolName
 from pdmesh.planning import prompt_times
 from pdmesh.planning.capacity_load import Lengths, Limits, Worker, middle_s
 from pdmesh.simulator import compiled
 from pdmesh.simulator.arrivals import Arrival
-from pdmesh.simulator.autoscaling import Autoscaled, Moment, OwnScaler, Scaler, Seen, Wanted, goals_of, reversals
+from pdmesh.simulator.autoscaling import (
+    Autoscaled,
+    AutoscaledSettings,
+    Moment,
+    OwnScaler,
+    Scaler,
+    Seen,
+    Wanted,
+    goals_of,
+    reversals,
+)
 from pdmesh.simulator.autoscaling_page import Shown, page
 from pdmesh.simulator.results import Results, Window
 from pdmesh.simulator.workers.spec import WorkerSpec
@@ -35,6 +45,7 @@ from pdmesh.simulator.workers.spec import WorkerSpec
 
 POOLS = (PoolName.PREFILL, PoolName.DECODE)
 WINDOW_S = 60.0
+START_S = 60.0
 COOL_DOWN_S = AutoscalerSettings().cool_down_s
 
 UTILIZATION = 0.8
@@ -63,11 +74,13 @@ class Outcome:
         return [window.num_arrived - window.num_met for window in self.windows]
 
 
-def play(scenario: Scenario, arrivals: list[Arrival], scaler: Scaler, start: Mapping[PoolName, int]) -> Outcome:
-    """The load through a mesh that `scaler` scales."""
+def play(
+    scenario: Scenario, arrivals: list[Arrival], scaler: Scaler, start: Mapping[PoolName, int], start_s: float = START_S
+) -> Outcome:
+    """The load through a mesh that `scaler` scales, whose pods serve `start_s` after they are asked for."""
     gc.freeze()  # what is there stays, and what comes has no cycles
     results = Results(window_s=WINDOW_S)
-    scaled = Autoscaled(scenario.mesh(), results, scenario.specs, scaler)
+    scaled = Autoscaled(scenario.mesh(), results, scenario.specs, scaler, AutoscaledSettings(start_s=start_s))
     scaled.start(start)
     scaled.run(arrivals)
     by_pool = scaled.mesh.pod_seconds()
@@ -83,9 +96,10 @@ def play(scenario: Scenario, arrivals: list[Arrival], scaler: Scaler, start: Map
     )
 
 
-def own(scenario: Scenario) -> Scaler:
-    """Ours, with its defaults."""
-    return OwnScaler(AutoscalerSettings(), goals_of(scenario.objective))
+def own(scenario: Scenario, start_s: float = START_S) -> Scaler:
+    """Ours, with its defaults but for the starts that it is told of."""
+    pool = PoolSettings(start_s=start_s)
+    return OwnScaler(AutoscalerSettings(prefill=pool, decode=pool, both=pool), goals_of(scenario.objective))
 
 
 class _Held:
@@ -223,11 +237,16 @@ def _of_load(number: int, options: Options) -> list[Figure]:
     return _figures(each)
 
 
+def first_pods(loads: Mapping[PoolName, list[float]]) -> dict[PoolName, int]:
+    """Those that serve when a load begins."""
+    return {pool: max(2, math.ceil(1.5 * max(loads[pool][:3]))) for pool in POOLS}
+
+
 def contest(scenario: Scenario, traces: Path | None) -> Contest:
     """Runs them all on one load."""
     arrivals = scenario.arrivals(traces)
     loads = demands(scenario, arrivals)
-    start = {pool: max(2, math.ceil(1.5 * max(loads[pool][:3]))) for pool in POOLS}
+    start = first_pods(loads)
     outcomes = {OURS: play(scenario, arrivals, own(scenario), start)}
     _tell(scenario, OURS, outcomes[OURS])
     for name, scaler in RIVALS.items():
@@ -336,7 +355,7 @@ BISECTIONS = 3
 class Scheduled:
     """Asks for each pod a start before the minute in which it is to serve, and gives it back at the end of that."""
 
-    def __init__(self, schedule: Schedule, start_s: float = 60.0) -> None:
+    def __init__(self, schedule: Schedule, start_s: float = START_S) -> None:
         self._schedule, self._start_s = schedule, start_s
 
     def decide(self, seen: Seen) -> Wanted:

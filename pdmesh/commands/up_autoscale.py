@@ -58,6 +58,10 @@ class AutoscaleOptions:
     stale_after_s: float = field(
         default=8.0, metadata={"help": "with --autoscale: after how long without news of all routers nothing changes any more"}
     )
+    zero_after_s: float = field(
+        default=0.0,
+        metadata={"help": "with --autoscale: after so long without a request all workers go, until the next one; 0: never"},
+    )
 
     def validate(self) -> None:
         """Raise ValueError that names the field."""
@@ -68,11 +72,16 @@ class AutoscaleOptions:
             ("tpot_ms", 1),
             ("cool_down_s", 1.0),
             ("stale_after_s", 2.0),
+            ("zero_after_s", 0.0),
         ):
             if not getattr(self, name) >= least:
                 raise ValueError(f"{name}: {getattr(self, name):g} is less than {least:g}")
         if not 0.5 <= self.quantile < 1:
             raise ValueError(f"quantile: {self.quantile:g} is not in [0.5, 1)")
+        if self.zero_after_s and not self.autoscale:
+            raise ValueError(f"zero_after_s: {self.zero_after_s:g} is given without --autoscale, and nothing would stop workers")
+        if 0 < self.zero_after_s < self.cool_down_s:
+            raise ValueError(f"zero_after_s: {self.zero_after_s:g} is less than cool_down_s, {self.cool_down_s:g}")
 
     def check_objectives(self, model: str) -> None:
         """Check the objectives file, if one was given, as its readers do. Raises ConfigError."""
@@ -93,12 +102,19 @@ class AutoscaleOptions:
             raise ValueError(f"max_workers: {most} is less than the {config.num_workers} to begin with")
         if most < self.min_workers * (1 if config.num_both else 2):
             raise ValueError(f"min_workers: {self.min_workers} of each kind are more than max_workers, {most}")
-        return replace(config, max_workers=most, drain_grace_s=30.0)
+        config = replace(config, max_workers=most, drain_grace_s=30.0)
+        if self.zero_after_s:  # a request that finds no worker waits for one, and several tries to start it
+            patience = ("--place-timeout-s", f"{2 * config.start_timeout_s:g}")
+            config = replace(config, router_args=(*patience, *config.router_args))
+        return config
 
     def scaling(self, config: LocalMeshConfig, start_s: float) -> AutoscalerSettings:
         """Return the settings for a mesh whose workers take `start_s` to start."""
         pool = PoolSettings(
-            min_replicas=self.min_workers, max_replicas=config.max_workers, start_s=max(1.0, START_MARGIN * start_s)
+            min_replicas=self.min_workers,
+            max_replicas=config.max_workers,
+            start_s=max(1.0, START_MARGIN * start_s),
+            allow_zero=self.zero_after_s > 0,
         )
         return AutoscalerSettings(
             prefill=pool,
@@ -106,7 +122,7 @@ class AutoscaleOptions:
             both=pool,
             max_gpus=config.max_workers,
             cool_down_s=self.cool_down_s,
-            zero_after_s=max(600.0, self.cool_down_s),
+            zero_after_s=self.zero_after_s or max(600.0, self.cool_down_s),
             stale_after_s=self.stale_after_s,
             drain_s=max(10.0, self.cool_down_s),
             step_period_s=2 * PERIOD_S,
@@ -139,9 +155,10 @@ class AutoscaleOptions:
     def _bounds(self, config: LocalMeshConfig) -> str:
         """Return the bounds of each kind, leaving the other kind its minimum."""
         least, most = self.min_workers, config.max_workers
+        idle = f"; none after {self.zero_after_s:g} s without a request" if self.zero_after_s else ""
         if config.num_both:
-            return f"{least}–{most} workers"
-        return f"{least}–{most - least} prefill and {least}–{most - least} decode workers, at most {most} in all"
+            return f"{least}–{most} workers{idle}"
+        return f"{least}–{most - least} prefill and {least}–{most - least} decode workers, at most {most} in all{idle}"
 
 
 def local_loop(

@@ -209,6 +209,38 @@ async def test_status_shows_what_was_decided_and_why(
     assert local_state.latest(mesh.worker_addresses) is None, "nobody decides any more"
 
 
+@pytest.mark.parametrize("is_separated", [False, True], ids=["both", "separated"])
+async def test_an_idle_mesh_goes_to_zero_and_a_request_waits_for_it_to_come_back(
+    tiny: Path, tmp_path: Path, *, is_separated: bool
+) -> None:
+    """Twice, with several requests that come at once; each gets the tokens that it got from the first workers."""
+    options = replace(OPTIONS, ttft_ms=200, zero_after_s=4.0)
+    base = LocalMeshConfig(
+        model=str(tiny), num_prefill=int(is_separated), num_decode=int(is_separated), num_both=int(not is_separated), port=0,
+        num_threads=1, log_dir=str(tmp_path),
+    )  # fmt: skip
+    config = options.prepared(base)
+    config = replace(config, router_args=("--objectives", str(options.objectives_file(config, tmp_path)), *config.router_args))
+    async with LocalMesh(config, on_event=print) as mesh:
+        footprint = Footprint.of(mesh)
+        path = options.objectives_file(config, tmp_path)
+        async with scaled(local_loop(mesh, options, path, print)) as loop, AsyncClient(mesh.router_addresses) as client:
+            answers = [await _answer(client) for _ in range(2)]
+            for _ in range(2):
+                await eventually(lambda: not mesh.workers, timeout_s=60)
+                answers += await asyncio.gather(*(_answer(client) for _ in range(3)))
+                footprint.grow(mesh)
+            assert all(answer == answers[0] for answer in answers)
+            assert any("no request for" in text and "will wait about" in text for text in texts(loop, "scale"))
+            await assert_whole(mesh)
+    footprint.assert_gone()
+
+
+async def _answer(client: AsyncClient) -> tuple[int, ...]:
+    answer = await client.generate(oracle.prompt_of(1, PROMPT), temperature=0, max_tokens=8, ignore_eos=True, timeout=60)
+    return tuple(answer.token_ids)
+
+
 async def test_starts_that_fail_are_told_and_not_repeated_without_end(tiny: Path, tmp_path: Path) -> None:
     def broken(plan: ProcessPlan) -> ProcessPlan:
         return replace(plan, argv=(*plan.argv, "--no-such-flag")) if plan.name == "worker-1" else plan

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,6 +37,31 @@ def test_it_says_what_autoscaling_may_do_for_which_objectives_and_where_it_write
 def test_workers_with_both_roles_are_one_kind(tmp_path: Path) -> None:
     both = replace(MODEL, num_prefill=0, num_decode=0, num_both=1)
     assert "autoscaling is on: 2–5 workers" in _lines(OPTIONS, both, tmp_path)
+
+
+def test_a_mesh_that_may_go_to_zero_says_so_and_its_routers_wait_for_a_start(tmp_path: Path) -> None:
+    options = replace(OPTIONS, zero_after_s=300.0)
+    lines = _lines(options, MODEL, tmp_path)
+    assert "autoscaling is on: 2–3 prefill and 2–3 decode workers, at most 5 in all; none after 300 s without a request" in lines
+    config = options.prepared(replace(MODEL, router_args=("--max-queued=16",)))
+    assert config.router_args == ("--place-timeout-s", f"{2 * MODEL.start_timeout_s:g}", "--max-queued=16")
+    settings = options.scaling(config, 2.0)
+    assert settings.decode.allow_zero and settings.prefill.allow_zero and settings.zero_after_s == 300.0
+    usual = OPTIONS.scaling(OPTIONS.prepared(MODEL), 2.0)
+    assert not usual.decode.allow_zero and not OPTIONS.prepared(MODEL).router_args
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"autoscale": False, "zero_after_s": 60.0}, "zero_after_s: 60 is given without --autoscale"),
+        ({"zero_after_s": 5.0}, "zero_after_s: 5 is less than cool_down_s, 20"),
+        ({"zero_after_s": -1.0}, "zero_after_s: -1 is less than 0"),
+    ],
+)
+def test_a_time_to_zero_that_cannot_be_is_refused(given: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        replace(OPTIONS, **given).validate()
 
 
 def test_objectives_of_a_file_are_said_and_one_that_lacks_the_model_is_refused(tmp_path: Path) -> None:
