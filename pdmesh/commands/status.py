@@ -105,6 +105,10 @@ def metrics_lines(metrics: Mapping[str, Any] | None) -> list[RenderableType]:
     return ["", table(("PROCESS", "METRICS"), rows), f"for Prometheus: {metrics['file']}"]
 
 
+def _error(error: float, bias: float) -> str:
+    return f"{100 * error:.0f} % (bias {100 * bias:+.0f} %)"
+
+
 def _router_lines(status: mesh_pb2.GetStatusResponse) -> list[RenderableType]:
     registry = ("connected", "good") if status.registry_connected else ("not connected", "bad")
     load = f"{status.num_inflight} of {status.max_inflight} requests in flight, {status.num_queued} of {status.max_queued} queued"
@@ -113,7 +117,7 @@ def _router_lines(status: mesh_pb2.GetStatusResponse) -> list[RenderableType]:
         seen = status.prediction
         lines.append(
             f"prediction error, median of {seen.num_requests} requests (the latest 512 count):"
-            f" TTFT {100 * seen.ttft_error:.0f} %, TPOT {100 * seen.tpot_error:.0f} %"
+            f" TTFT {_error(seen.ttft_error, seen.ttft_bias)}, TPOT {_error(seen.tpot_error, seen.tpot_bias)}"
         )
     if status.num_redrawn_tokens:
         lines.append(f"{status.num_redrawn_tokens} repeated indexes had another token where the engine may redraw: no fault")

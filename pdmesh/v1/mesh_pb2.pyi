@@ -1642,22 +1642,30 @@ class PredictionStatus(_message.Message):
     NUM_REQUESTS_FIELD_NUMBER: _builtins.int
     TTFT_ERROR_FIELD_NUMBER: _builtins.int
     TPOT_ERROR_FIELD_NUMBER: _builtins.int
+    TTFT_BIAS_FIELD_NUMBER: _builtins.int
+    TPOT_BIAS_FIELD_NUMBER: _builtins.int
     num_requests: _builtins.int
     """num_requests that were compared."""
     ttft_error: _builtins.float
     """ttft_error of the latest requests, from the decision to the first token."""
     tpot_error: _builtins.float
     """tpot_error of the latest requests."""
+    ttft_bias: _builtins.float
+    """ttft_bias of the latest requests: median of (predicted - observed) / observed. Negative: it came later than predicted."""
+    tpot_bias: _builtins.float
+    """tpot_bias of the latest requests."""
     def __init__(
         self,
         *,
         num_requests: _builtins.int = ...,
         ttft_error: _builtins.float = ...,
         tpot_error: _builtins.float = ...,
+        ttft_bias: _builtins.float = ...,
+        tpot_bias: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_requests", b"num_requests", "tpot_error", b"tpot_error", "ttft_error", b"ttft_error"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_requests", b"num_requests", "tpot_bias", b"tpot_bias", "tpot_error", b"tpot_error", "ttft_bias", b"ttft_bias", "ttft_error", b"ttft_error"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

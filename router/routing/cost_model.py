@@ -97,7 +97,7 @@ class PromptWays(NamedTuple):
 class Overhead(NamedTuple):
     """Hold a pair's time beyond steps: `before_s` the first token (reservation, calls, return), `after_s` it until decode runs.
 
-    `stretch`: observed TPOT ÷ TPOT of the steps alone: prompts that came later shared the steps."""
+    `stretch`: observed TPOT ÷ TPOT of the steps alone: what came later shared the steps, and what was there ended."""
 
     before_s: float
     after_s: float
@@ -358,16 +358,26 @@ MIN_STRETCH, MAX_STRETCH = 0.8, 4.0
 STRETCH_STEP = 0.03
 """Largest change by one request: so the value follows the median, which few requests beside a long prompt do not shift."""
 
+FEW_ROWS, MANY_ROWS, NUM_CROWDS = 2, 6, 4
+
 _Key = tuple[str | None, str]
 
 
+def crowd(decode: WorkerSnapshot) -> int:
+    """Return the class of a worker by the sequences that decode there or soon will: beside few of them more come than end while
+    a request runs, beside many more end than come."""
+    rows = decode.num_decoding + decode.num_starting + decode.dispatched_decodes
+    return 0 if rows <= 0 else 1 if rows <= FEW_ROWS else 2 if rows <= MANY_ROWS else 3
+
+
 class Overheads:
-    """Keep moving means by the hosts of a pair, LOCAL apart from REMOTE."""
+    """Keep moving means by the hosts of a pair, LOCAL apart from REMOTE; stretches by the decode worker's host, and by `crowd`
+    once that is known. `_cached`: by decode host, then by crowd and prefill host."""
 
     def __init__(self) -> None:
         self._pairs: OrderedDict[_Key, tuple[Overhead, int]] = OrderedDict()
-        self._stretches: OrderedDict[str, float] = OrderedDict()
-        self._cached: dict[str, dict[str | None, Overhead]] = {}  # by decode host, then prefill host
+        self._stretches: OrderedDict[str, list[float | None]] = OrderedDict()  # by crowd; the last is that of all
+        self._cached: dict[str, dict[tuple[int, str | None], Overhead]] = {}
 
     def between(self, prefill: WorkerSnapshot | None, decode: WorkerSnapshot) -> Overhead:
         """Return the overhead of this pair; `prefill` None: LOCAL."""
@@ -375,18 +385,20 @@ class Overheads:
         cached = self._cached.get(host)
         if cached is None:
             cached = self._new_cache(host)
-        known = cached.get(other)
+        key = (crowd(decode), other)
+        known = cached.get(key)
         if known is None:
-            known = cached[other] = self._look_up(other, host)
+            known = cached[key] = self._look_up(other, host, key[0])
         return known
 
     def observe_tpot(self, decode: WorkerSnapshot, steps_tpot_s: float, seen_tpot_s: float) -> None:
-        """Record the observed TPOT of a request on this worker, and `steps_tpot_s`, that of the steps alone."""
+        """Record the observed TPOT of a request on this worker, and `steps_tpot_s`, that of the steps alone. `decode`: as it was
+        when the request was placed."""
         if steps_tpot_s <= 0:
             return
-        known, seen = self._stretches.get(decode.host_id, 1.0), seen_tpot_s / steps_tpot_s
-        stretch = known + min(STRETCH_STEP, max(-STRETCH_STEP, seen - known))
-        self._stretches[decode.host_id] = min(MAX_STRETCH, max(MIN_STRETCH, stretch))
+        stretches, seen = self._stretches.setdefault(decode.host_id, [None] * (NUM_CROWDS + 1)), seen_tpot_s / steps_tpot_s
+        for place in (crowd(decode), NUM_CROWDS):
+            stretches[place] = _followed(stretches[place] or stretches[NUM_CROWDS] or 1.0, seen)
         self._stretches.move_to_end(decode.host_id)
         self._cached.pop(decode.host_id, None)
         if len(self._stretches) > MAX_PAIRS:
@@ -406,18 +418,24 @@ class Overheads:
             (_, host), _ = self._pairs.popitem(last=False)
             self._cached.pop(host, None)
 
-    def _look_up(self, prefill: str | None, decode: str) -> Overhead:
+    def _look_up(self, prefill: str | None, decode: str, place: int) -> Overhead:
         """Return the overhead between two hosts."""
-        known, stretch = self._pairs.get((prefill, decode)), self._stretches.get(decode)
+        known, stretches = self._pairs.get((prefill, decode)), self._stretches.get(decode)
         over = known[0] if known is not None else _unknown(prefill)
+        stretch = None if stretches is None else stretches[place] or stretches[NUM_CROWDS]
         return over if stretch is None else Overhead(over.before_s, over.after_s, stretch)
 
-    def _new_cache(self, host: str) -> dict[str | None, Overhead]:
+    def _new_cache(self, host: str) -> dict[tuple[int, str | None], Overhead]:
         """Return an empty cache for this decode host: until a request ends, decisions ask for the same dozens of pairs."""
         if len(self._cached) >= MAX_PAIRS:
             self._cached.clear()
         cached = self._cached[host] = {}
         return cached
+
+
+def _followed(known: float, seen: float) -> float:
+    stretch = known + min(STRETCH_STEP, max(-STRETCH_STEP, seen - known))
+    return min(MAX_STRETCH, max(MIN_STRETCH, stretch))
 
 
 def _moved(known: float, seen: float, weight: float) -> float:

@@ -54,7 +54,7 @@ class Decisions:
 
     def __init__(self, max_decisions: int = MAX_DECISIONS) -> None:
         self._ring: deque[Decision] = deque(maxlen=max_decisions)
-        self._ttft_errors: deque[float] = deque(maxlen=MAX_COMPARED)
+        self._ttft_errors: deque[float] = deque(maxlen=MAX_COMPARED)  # signed; positive: predicted too long
         self._tpot_errors: deque[float] = deque(maxlen=MAX_COMPARED)
         self._num_compared = 0
         self.counts: Counter[tuple[str, Mode]] = Counter()  # of all decisions, by policy and mode
@@ -86,16 +86,19 @@ class Decisions:
         if chosen is None or chosen.prediction is None or not ttft_s:
             return
         self._num_compared += 1
-        self._ttft_errors.append(abs(chosen.prediction.ttft_s - ttft_s) / ttft_s)
+        self._ttft_errors.append((chosen.prediction.ttft_s - ttft_s) / ttft_s)
         if tpot_s:
-            self._tpot_errors.append(abs(chosen.prediction.tpot_s - tpot_s) / tpot_s)
+            self._tpot_errors.append((chosen.prediction.tpot_s - tpot_s) / tpot_s)
 
     def status(self) -> mesh_pb2.PredictionStatus:
-        """Return the median errors over the latest requests."""
+        """Return the medians of errors and of biases over the latest requests."""
+        ttft, tpot = self._ttft_errors or (0.0,), self._tpot_errors or (0.0,)
         return mesh_pb2.PredictionStatus(
             num_requests=self._num_compared,
-            ttft_error=median(self._ttft_errors) if self._ttft_errors else 0.0,
-            tpot_error=median(self._tpot_errors) if self._tpot_errors else 0.0,
+            ttft_error=median(map(abs, ttft)),
+            tpot_error=median(map(abs, tpot)),
+            ttft_bias=median(ttft),
+            tpot_bias=median(tpot),
         )
 
 

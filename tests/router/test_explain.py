@@ -253,6 +253,19 @@ def test_errors_are_medians_of_the_compared() -> None:
     status = decisions.status()
     assert status.num_requests == 3
     assert status.ttft_error == pytest.approx(0.5) and status.tpot_error == pytest.approx(1.0)
+    assert status.ttft_bias == pytest.approx(-0.5) and status.tpot_bias == pytest.approx(1.0)
+
+
+def test_errors_in_both_directions_cancel_in_the_bias_alone() -> None:
+    decisions, placement = Decisions(), choose([worker("d0")])
+    assert placement.chosen is not None and placement.chosen.prediction is not None
+    assert decisions.status().ttft_bias == 0.0
+    for share in (0.8, 1.0, 1.25):
+        seen = RequestTimings(0, first_received_ns=10 + round(1e9 * placement.chosen.prediction.ttft_s / share))
+        decisions.compare(Decision("r", "predict", 10, 1, 400, 1, placement, {}, seen))
+    status = decisions.status()
+    assert status.ttft_error == pytest.approx(0.2, rel=1e-3) and status.ttft_bias == pytest.approx(0.0, abs=1e-6)
+    assert status.tpot_error == status.tpot_bias == 0.0
 
 
 def test_a_decision_after_the_first_token_observed_none() -> None:

@@ -123,6 +123,21 @@ def _predicted(
     return predict(at.prompt_side(400, 0, 0.0), at.output_side(400, 0, 1, 64.0, 0.0), over, 64.0, goals)
 
 
+def test_the_stretch_differs_by_the_crowd_at_placement() -> None:
+    """Beside few sequences more come than end while a request runs; a crowd that was not seen yet has the stretch of all."""
+    overheads, idle, full = Overheads(), worker("d0"), worker("d0", num_decoding=9)
+    for _ in range(60):
+        overheads.observe_tpot(idle, 0.010, 0.016)
+        overheads.observe_tpot(full, 0.020, 0.018)
+    assert overheads.between(None, idle).stretch == pytest.approx(1.6, abs=0.04)
+    assert overheads.between(None, full).stretch == pytest.approx(0.9, abs=0.04)
+    assert overheads.between(worker("p0"), full).stretch == overheads.between(None, full).stretch
+    between = overheads.between(None, worker("d0", num_decoding=4)).stretch
+    assert 0.9 < between < 1.6
+    starting = worker("d0", num_decoding=4, num_starting=2, dispatched_decodes=3)
+    assert overheads.between(None, starting).stretch == overheads.between(None, full).stretch
+
+
 def test_the_stretch_follows_the_middle_by_host() -> None:
     overheads, here, there = Overheads(), worker("d0"), worker("d1", host_id="there")
     assert overheads.between(None, here).stretch == 1.0
