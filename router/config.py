@@ -229,6 +229,13 @@ class RouterConfig:
     place_timeout_s: float = field(
         default=5.0, metadata={"help": "how long a new request waits while no worker serves its model"}
     )
+    wake_timeout_s: float = field(
+        default=0.0,
+        metadata={
+            "help": "of pools that may go to zero: how long a request waits while its model has no worker at all, and the router "
+            "is ready without workers; 0: neither"
+        },
+    )
     resubmit_timeout_s: float = field(
         default=30.0, metadata={"help": "how long a started request waits for a worker after a loss"}
     )
@@ -283,6 +290,7 @@ class RouterConfig:
             "http_keep_responses_s",
             "aging_s",
             "local_prefill_tokens",
+            "wake_timeout_s",
             "max_resubmissions",
             "drain_grace_s",
             "linger_s",

@@ -341,6 +341,11 @@ class RouterContext:
         adapters = FleetAdapters(fleet, wanted, may_change=config.lets_clients_change_adapters)
         return cls(config, router_id, models, fleet, flow_control, prefixes, policy, overheads, adapters, goals)
 
+    @property
+    def is_ready(self) -> bool:
+        """Return whether requests can be taken: a decode worker serves, or they may wait for the first one."""
+        return self.config.wake_timeout_s > 0 or self.fleet.ready()
+
     def max_context(self, model: ServedModel) -> int:
         """Return the tokens that a request to `model` may have: those of the largest known worker, which may read the model's
         config with overrides; before there is one, the model's own limit."""

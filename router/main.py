@@ -164,7 +164,7 @@ class Router:
         serving = False
         while True:
             change = self.core.fleet.changes.next
-            if self.core.fleet.ready() != serving:
+            if self.core.is_ready != serving:
                 serving = not serving
                 logger.info("ready" if serving else "not ready: no decode worker is reachable")
                 await self.server.set_serving(serving)

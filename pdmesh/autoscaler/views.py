@@ -34,7 +34,8 @@ class Traffic:
     included.
 
     `lengths` None: no request yet. `num_queued` requests wait at routers for a worker, the latest of them for `queue_wait_s`.
-    `burstiness`: the squared coefficient of variation of the gaps. `age_s`: of the oldest of these figures."""
+    `burstiness`: the squared coefficient of variation of the gaps. `age_s`: of the oldest of these figures. `num_open` requests,
+    of any model, have not ended: they wait at routers or are being answered."""
 
     rate_per_s: float
     lengths: Lengths | None
@@ -45,6 +46,7 @@ class Traffic:
     ttft: Measured = field(default_factory=Measured)
     tpot: Measured = field(default_factory=Measured)
     age_s: float = 0.0
+    num_open: int = 0
 
 
 @dataclass(frozen=True)

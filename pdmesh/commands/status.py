@@ -18,6 +18,7 @@ from pdmesh.client.client import Client
 from pdmesh.commands.options import Connection, flat
 from pdmesh.errors import MeshError
 from pdmesh.launcher import local_state
+from pdmesh.runtime.addresses import canonical
 from pdmesh.terminal import MAX_WIDTH, console, show, table
 from pdmesh.v1 import common_pb2, mesh_pb2, worker_pb2
 
@@ -58,7 +59,8 @@ def _look(client: Client, options: Options) -> None:
     """Show the mesh as it is now. Raises MeshError."""
     status = client.status(timeout=options.connection.timeout)
     addresses = [worker.info.address for worker in status.workers if worker.alive]
-    decided, metrics = local_state.latest(addresses), local_state.shown(addresses)
+    members = [*addresses, canonical(options.connection.router)]
+    decided, metrics = local_state.latest(members), local_state.shown(members)
     if options.json:
         shown = MessageToDict(status, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
         more = {"autoscaler": decided, "metrics": metrics}

@@ -323,7 +323,7 @@ async def _metrics_told(mesh: LocalMesh, more: tuple[Target, ...]) -> AsyncItera
         yield
         return
     files = MetricsFiles(mesh.log_dir)
-    following = asyncio.create_task(follow(files, lambda: ((*mesh.metrics_targets, *more), mesh.worker_addresses)))
+    following = asyncio.create_task(follow(files, lambda: ((*mesh.metrics_targets, *more), mesh.member_addresses)))
     try:
         yield
     finally:
@@ -338,7 +338,7 @@ async def _scaled(mesh: LocalMesh, scaling: AutoscaleOptions) -> AsyncIterator[t
     if not scaling.autoscale:
         yield ()
         return
-    path, file = scaling.objectives_file(mesh.config, mesh.log_dir), DecisionFile(lambda: mesh.worker_addresses)
+    path, file = scaling.objectives_file(mesh.config, mesh.log_dir), DecisionFile(lambda: mesh.member_addresses)
     try:
         shown = Shown.of(mesh.config)
         loop = local_loop(mesh, scaling, path, _say, listeners=[file.decided], shown=shown)

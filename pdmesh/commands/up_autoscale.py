@@ -104,7 +104,7 @@ class AutoscaleOptions:
             raise ValueError(f"min_workers: {self.min_workers} of each kind are more than max_workers, {most}")
         config = replace(config, max_workers=most, drain_grace_s=30.0)
         if self.zero_after_s:  # a request that finds no worker waits for one, and several tries to start it
-            patience = ("--place-timeout-s", f"{2 * config.start_timeout_s:g}")
+            patience = ("--wake-timeout-s", f"{2 * config.start_timeout_s:g}")
             config = replace(config, router_args=(*patience, *config.router_args))
         return config
 

@@ -18,6 +18,7 @@ from pdmesh.client.channel import open_aio_channel
 from pdmesh.commands.status import may_redraw, role_names
 from pdmesh.errors import error_from_rpc
 from pdmesh.launcher import local_state
+from pdmesh.runtime.addresses import canonical
 from pdmesh.runtime.rpc.tls import Tls
 from pdmesh.v1 import mesh_pb2, worker_pb2
 from pdmesh.v1.mesh_pb2_grpc import MeshStub
@@ -270,7 +271,7 @@ class Topology:
         """Read what `pdmesh up --autoscale` on this machine has decided since the last look; repetitions only once."""
         statuses = [router.status for router in self._routers if router.status is not None]
         alive = [worker.info.address for status in statuses for worker in status.workers if worker.alive]
-        decided = local_state.latest(alive)
+        decided = local_state.latest([*alive, *(canonical(router.address) for router in self._routers)])
         if decided is None or decided["at_s"] <= self._scaled_at_s:
             return
         self._scaled_at_s = decided["at_s"]

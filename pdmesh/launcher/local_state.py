@@ -32,7 +32,8 @@ def decisions_folder() -> Path:
 
 
 class DecisionFile:
-    """Write the decisions of one process about the workers at `addresses`. If that fails, `pdmesh status` does not show them."""
+    """Write the decisions of one process about the mesh whose workers and routers are at `addresses`. If that fails,
+    `pdmesh status` does not show them."""
 
     def __init__(self, addresses: Callable[[], Collection[str]], folder: Path | None = None) -> None:
         self._addresses = addresses
@@ -48,7 +49,7 @@ class DecisionFile:
         if self._path is None:
             return
         pools = [{**asdict(pool), "text": str(pool)} for pool in decision.pools]
-        told: dict[str, object] = {"at_s": time.time(), "workers": sorted(self._addresses()), "pools": pools}
+        told: dict[str, object] = {"at_s": time.time(), "members": sorted(self._addresses()), "pools": pools}
         whole = self._path.with_suffix(".new")
         with contextlib.suppress(OSError):
             whole.write_text(json.dumps(told), encoding="utf-8")
@@ -61,16 +62,17 @@ class DecisionFile:
                 self._path.unlink(missing_ok=True)
 
 
-def latest(workers: Collection[str], folder: Path | None = None) -> dict[str, Any] | None:
-    """Return the latest decision about workers at these addresses, and when (`at_s`, seconds since 1970): of each pool its name,
-    replicas `before` and now, reason, and all of it as `text`. None: no local autoscaler scales them."""
+def latest(members: Collection[str], folder: Path | None = None) -> dict[str, Any] | None:
+    """Return the latest decision about a mesh with a worker or a router at one of these addresses, and when (`at_s`, seconds
+    since 1970): of each pool its name, replicas `before` and now, reason, and all of it as `text`. None: no local autoscaler
+    scales it."""
     about: list[tuple[float, dict[str, Any]]] = []
     with contextlib.suppress(OSError, RuntimeError):
         for path in (decisions_folder() if folder is None else folder).glob("*.json"):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # of another version, or gone by now
                 told = json.loads(path.read_text(encoding="utf-8"))
                 shown = [str(pool["text"]) for pool in told["pools"]]
-                if shown and not set(workers).isdisjoint(told["workers"]):
+                if shown and not set(members).isdisjoint(told["members"]):
                     about.append((float(told["at_s"]), told))
     return max(about, key=lambda pair: pair[0])[1] if about else None
 
@@ -84,8 +86,8 @@ def _forget_old(folder: Path) -> None:
 # The metrics ports of `pdmesh up --metrics-port`, for Prometheus and for `pdmesh status`.
 #
 # Workers come and go, so two files are rewritten with each change: prometheus-targets.json beside the logs, which Prometheus
-# watches (`file_sd_configs`), and metrics/PID.json of the cache, by which `pdmesh status` finds the mesh whose workers its router
-# reports.
+# watches (`file_sd_configs`), and metrics/PID.json of the cache, by which `pdmesh status` finds the mesh of its router and of the
+# workers that it reports.
 
 
 TARGETS_FILE = "prometheus-targets.json"
@@ -135,16 +137,16 @@ class MetricsFiles:
             folder.mkdir(parents=True, exist_ok=True)
             self._path = folder / f"{os.getpid()}.json"
 
-    def tell(self, targets: Iterable[Target], workers: Collection[str]) -> None:
-        """Write the current targets. `workers` are their addresses."""
-        now = (tuple(targets), tuple(sorted(workers)))
+    def tell(self, targets: Iterable[Target], members: Collection[str]) -> None:
+        """Write the current targets. `members`: addresses of workers and routers."""
+        now = (tuple(targets), tuple(sorted(members)))
         if now == self._told:
             return
         self._told = now
         found = discovery(now[0])
         _replace(self.targets_path, found)
         if self._path is not None:
-            _replace(self._path, {"workers": now[1], "targets": found, "file": str(self.targets_path)})
+            _replace(self._path, {"members": now[1], "targets": found, "file": str(self.targets_path)})
 
     def remove(self) -> None:
         """Remove the files."""
@@ -155,20 +157,20 @@ class MetricsFiles:
 
 
 async def follow(files: MetricsFiles, look: Callable[[], tuple[Iterable[Target], Collection[str]]]) -> None:
-    """Follow changes until cancelled. `look()` returns the current targets and workers' addresses."""
+    """Follow changes until cancelled. `look()` returns the current targets and the addresses of workers and routers."""
     while True:
         files.tell(*look())
         await asyncio.sleep(_PERIOD_S)
 
 
-def shown(workers: Collection[str], folder: Path | None = None) -> Mapping[str, Any] | None:
-    """Return the mesh on this machine whose workers are at these addresses: `targets` and the `file` with them. None: there is
-    none."""
+def shown(members: Collection[str], folder: Path | None = None) -> Mapping[str, Any] | None:
+    """Return the mesh on this machine that has a worker or a router at one of these addresses: `targets` and the `file` with
+    them. None: there is none."""
     with contextlib.suppress(OSError, RuntimeError):
         for path in (metrics_folder() if folder is None else folder).glob("*.json"):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # of another version, or gone by now
                 told: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-                if not set(workers).isdisjoint(told["workers"]) and told["targets"]:
+                if not set(members).isdisjoint(told["members"]) and told["targets"]:
                     return told
     return None
 

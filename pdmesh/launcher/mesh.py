@@ -89,6 +89,11 @@ class LocalMesh:
         return tuple(router.address for router in self.routers)
 
     @property
+    def member_addresses(self) -> tuple[str, ...]:
+        """Return the addresses of workers and routers: by these `pdmesh status` knows the mesh, also while it has no worker."""
+        return (*self.worker_addresses, *self.router_addresses)
+
+    @property
     def worker_addresses(self) -> tuple[str, ...]:
         """Return the addresses of all workers that have been ready, whether they live or not."""
         found = []

@@ -30,6 +30,13 @@ def split_address(address: str) -> tuple[str, int]:
     return bare_host(host), int(port)
 
 
+def canonical(address: str) -> str:
+    """Return HOST:PORT with 127.0.0.1 for localhost, as the processes of a local mesh name themselves; as it is, if it is no
+    such address."""
+    host, _, port = address.rpartition(":")
+    return f"127.0.0.1:{port}" if host == "localhost" else address
+
+
 def reachable_host(host: str) -> str:
     """Return the host at which this machine reaches a server that listens on `host`, which may stand for all addresses."""
     host = bare_host(host)

@@ -6,7 +6,7 @@ What is seen is computed by the autoscaler's own code (`pdmesh/autoscaler/collec
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from pdmesh.autoscaler.collect.traffic import Counts, Rounds, counts_of, total, traffic_of
@@ -84,7 +84,7 @@ class Watch:
         """Return the traffic, from the second look on."""
         traffic = traffic_of(self._rounds.rounds, self.told, self._window_s, quantile, age_s=0.0)
         assert traffic is not None, "`look` was called once only"
-        return traffic
+        return replace(traffic, num_open=len(self._visits))
 
     def _router(self, request: Request) -> ModelTraffic:
         """Return the request's router: the mesh assigns requests round-robin."""

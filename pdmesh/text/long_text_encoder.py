@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,13 +24,17 @@ from typing import Any, Protocol
 
 logger = logging.getLogger(__name__)
 
+ONE_THREAD = {"FASTOKENS_BPE_THREADS": "1"}
+"""What the library reads when it is imported: the caller's thread encodes alone. The other cores are the workers'."""
+
 Encode = Callable[[str, bool], list[int]]
 """Return the token ids of a text; with the tokens that the model wants around every text, or without."""
 
 # What the byte level of `tokenizers` has built in. Where it is said, fastokens knows it, and takes half of the time.
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
-NUM_PROBES, PROBE_PIECES = 24, 60
+NUM_PROBES, PROBE_PIECES, PROBE_ADDED = 24, 50, 10
+MOST_ADDED = 1000
 _PIECES = (
     *(" ", "  ", "    ", "\n", "\n\n", "\r\n", "\t", " \n", "\n "),
     *("\u00a0", "\u2003", "\u3000", "\u2028", "\x85", "\x0b", "\x1c"),
@@ -57,9 +62,10 @@ class Encoder(Protocol):
 class LongTextEncoder:
     """Encode long texts: as the reference does, and faster where that is possible. Thread-safe."""
 
-    def __init__(self, tokenizer_json: Callable[[], str], special_texts: Sequence[str], reference: Encode) -> None:
-        """`tokenizer_json` returns the whole tokenizer; it is called once. `special_texts`: of its special tokens."""
-        self._make = partial(make_encoder, tokenizer_json, special_texts, reference)
+    def __init__(self, tokenizer_json: Callable[[], str], added_texts: Sequence[str], reference: Encode) -> None:
+        """`tokenizer_json` returns the whole tokenizer; it is called once. `added_texts`: of all tokens that were added to its
+        vocabulary, special or not."""
+        self._make = partial(make_encoder, tokenizer_json, added_texts, reference)
         self._reference = reference
         self._encoder: Encoder | None = None
         self._making: threading.Thread | None = None
@@ -100,8 +106,10 @@ class LongTextEncoder:
         self._encoder = self._make()
 
 
-def make_encoder(tokenizer_json: Callable[[], str], special_texts: Sequence[str], reference: Encode) -> Encoder | None:
+def make_encoder(tokenizer_json: Callable[[], str], added_texts: Sequence[str], reference: Encode) -> Encoder | None:
     """Return a fast encoder that was seen to give the reference's tokens; None where there is none."""
+    for name, value in ONE_THREAD.items():
+        os.environ.setdefault(name, value)
     try:
         from fastokens import Tokenizer
     except ImportError as error:
@@ -109,7 +117,7 @@ def make_encoder(tokenizer_json: Callable[[], str], special_texts: Sequence[str]
         return None
     try:
         encoder: Encoder = Tokenizer.from_json_str(spelled_out(tokenizer_json()))
-        if (probe := first_difference(encoder, special_texts, reference)) is not None:
+        if (probe := first_difference(encoder, added_texts, reference)) is not None:
             logger.warning("long texts are encoded by tokenizers: fastokens gives other tokens for %r", probe)
             return None
     except BaseException as error:  # noqa: BLE001 - a panic of Rust is no Exception
@@ -118,22 +126,25 @@ def make_encoder(tokenizer_json: Callable[[], str], special_texts: Sequence[str]
     return encoder
 
 
-def first_difference(encoder: Encoder, special_texts: Sequence[str], reference: Encode) -> str | None:
+def first_difference(encoder: Encoder, added_texts: Sequence[str], reference: Encode) -> str | None:
     """Return the first probe for which the tokens differ; None: all are equal."""
-    for probe in probes(special_texts):
+    for probe in probes(added_texts):
         for add_special_tokens in (False, True):
             if list(encoder.encode(probe, add_special_tokens=add_special_tokens).ids) != reference(probe, add_special_tokens):
                 return probe
     return None
 
 
-def probes(special_texts: Sequence[str]) -> Iterator[str]:
-    """Yield texts of what encoders disagree about: spaces, apostrophes, digits, scripts, marks, controls, special tokens."""
+def probes(added_texts: Sequence[str]) -> Iterator[str]:
+    """Yield texts of what encoders disagree about: spaces, apostrophes, digits, scripts, marks, controls, added tokens."""
     draw = random.Random(0)
-    pieces = (*_PIECES, *special_texts[:16])
-    yield "".join(pieces)
+    yield "".join((*_PIECES, *added_texts[:MOST_ADDED]))
+    yield " ".join(("a", *added_texts[:MOST_ADDED], "b"))
     for _ in range(NUM_PROBES):
-        yield "".join(draw.choices(pieces, k=PROBE_PIECES))
+        added = draw.sample(added_texts, min(len(added_texts), PROBE_ADDED))
+        pieces = [*draw.choices(_PIECES, k=PROBE_PIECES), *added]
+        draw.shuffle(pieces)
+        yield "".join(pieces)
 
 
 def spelled_out(tokenizer_json: str) -> str:

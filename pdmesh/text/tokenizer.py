@@ -266,7 +266,8 @@ class Tokenizer:
     @cached_property
     def long_texts(self) -> LongTextEncoder:
         """Return the encoder of long texts (pdmesh/text/long_text_encoder.py)."""
-        return LongTextEncoder(self.to_json, tuple(self.special_tokens), self._encode_batch)
+        added = tuple(token.content for token in self._backend.get_added_tokens_decoder().values())
+        return LongTextEncoder(self.to_json, added, self._encode_batch)
 
     def _encode_batch(self, text: str, add_special_tokens: bool) -> list[int]:
         """Return the token ids. The library's `encode` holds the GIL from beginning to end; its batches release it, and without

@@ -152,8 +152,8 @@ class Frontend:
 
     @property
     def is_ready(self) -> bool:
-        """True if a decode worker can take a request now."""
-        return not self.open_requests.is_draining and self.core.fleet.ready()
+        """Return whether requests are taken: a decode worker can take one now, or they may wait for the first."""
+        return not self.open_requests.is_draining and self.core.is_ready
 
     async def drain(self, grace_s: float) -> None:
         """Admit no request; let streams finish for `grace_s` seconds, then end them so that their clients resume elsewhere."""

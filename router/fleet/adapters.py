@@ -56,6 +56,7 @@ class FleetAdapters:
         self._busy: set[WorkerKey] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._keeper: asyncio.Task[None] | None = None
+        self._remembered: dict[str, tuple[str, AdapterId]] = {}
 
     def start(self) -> None:
         """Begin to keep the workers as they are wanted."""
@@ -83,7 +84,15 @@ class FleetAdapters:
                 votes[key.model, AdapterId(name, wanted.digest)] += 1
             elif key.name == name:
                 votes = Counter({each: count for each, count in votes.items() if each[0] != key.model})
-        return max(votes, key=lambda each: (votes[each], each)) if votes else None
+        return max(votes, key=lambda each: (votes[each], each)) if votes else self._of_no_worker(name, models)
+
+    def _of_no_worker(self, name: str, models: Iterable[str]) -> tuple[str, AdapterId] | None:
+        """Return an adapter that the last workers of a model had which has none now: those that come will have it."""
+        known = self._remembered.get(name)
+        if known is None or known[0] not in models or self._fleet.serves(known[0]):
+            return None
+        wanted = self._wanted.entries.get(AdapterKey(known[0], name))
+        return known if wanted is None or wanted.is_wanted else None
 
     def names(self, models: Iterable[str]) -> list[tuple[str, str]]:
         """Return (model, adapter's name) of all that requests may ask for."""
@@ -96,6 +105,7 @@ class FleetAdapters:
         }
         for (model, name), wanted in self._wanted.entries.items():
             known = known | {(model, name)} if wanted.is_wanted else known - {(model, name)}
+        known |= {(model, name) for name, (model, _) in self._remembered.items() if self._of_no_worker(name, served) is not None}
         return sorted(each for each in known if each[0] in served)
 
     async def load(self, model: str, name: str, folder: str) -> mesh_pb2.MeshAdapter:
@@ -219,8 +229,18 @@ class FleetAdapters:
             except TimeoutError:
                 continue
 
+    def _remember(self) -> None:
+        """Remember what the workers of each model have, for the time when it has none."""
+        here = [
+            (worker.last.info.identity.model, worker) for worker in self._fleet.workers.values() if worker.last and worker.current
+        ]
+        served = {model for model, _ in here}
+        kept = {name: known for name, known in self._remembered.items() if known[0] not in served}
+        self._remembered = kept | {each.name: (model, each) for model, worker in here for each in _adapters_of(worker)}
+
     def _keep(self) -> None:
         """Begin to bring each worker that differs from what is wanted to it, one worker's changes after the other."""
+        self._remember()
         alive = {_key_of(worker) for worker in self._fleet.workers.values() if worker.current}
         self._failures = {place: failure for place, failure in self._failures.items() if place[0] in alive}
         for worker in self._fleet.workers.values():

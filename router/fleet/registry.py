@@ -143,6 +143,10 @@ class FleetRegistry:
         self._decodes_at = self.fleet_snapshot.a_decode_worker or ""
         return bool(self._decodes_at)
 
+    def serves(self, model: str) -> bool:
+        """Return whether any worker of `model` is alive, in whatever role."""
+        return any(view.model == model for view in self.views())
+
     def max_context(self, model: str) -> int | None:
         """Return the largest context of any known worker of `model`; None without one."""
         return self._contexts.largest(model)

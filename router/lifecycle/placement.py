@@ -201,6 +201,8 @@ class PlaceStage:
         if nothing.full and waited_s > config.room_timeout_s:
             raise ResourceExhausted(f"{nothing.reason}; no room for {waited_s:.0f} s", retry_delay_s=ROOM_RETRY_DELAY_S)
         limit_s = config.resubmit_timeout_s if dispatch.started else config.place_timeout_s
+        if config.wake_timeout_s > limit_s and not self._core.fleet.serves(dispatch.request.prepared.model.name):
+            limit_s = config.wake_timeout_s  # its pools are at zero: the autoscaler sees the request, and starts workers
         if not nothing.full and waited_s > limit_s:
             raise Unavailable(f"{nothing.reason}; waited {waited_s:.0f} s, see `pdmesh status`", retry_delay_s=ROOM_RETRY_DELAY_S)
 

@@ -195,6 +195,16 @@ def test_an_idle_pool_goes_to_zero_only_where_that_is_allowed() -> None:
     assert scaler.decide(snapshot(620, 0.0, 0, 1)).replicas(PREFILL) == 0
 
 
+def test_a_pool_that_still_answers_does_not_go_to_zero() -> None:
+    """However long an answer takes, or a request waits: no new ones arrive meanwhile, and none is queued."""
+    scaler = policy(settings=ZERO)
+    for now_s in range(0, 2000, 20):
+        assert scaler.decide(snapshot(now_s, 0.0, 1, 1, num_open=1)).replicas(PREFILL) == 1
+    for now_s in range(2000, 2600, 20):
+        assert scaler.decide(snapshot(now_s, 0.0, 1, 1)).replicas(PREFILL) == 1, now_s
+    assert scaler.decide(snapshot(2600, 0.0, 1, 1)).replicas(PREFILL) == 0
+
+
 def test_the_first_request_wakes_it() -> None:
     unknown = PoolView(PREFILL, 0)
     asleep = policy(settings=ZERO)

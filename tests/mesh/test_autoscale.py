@@ -213,7 +213,8 @@ async def test_status_shows_what_was_decided_and_why(
 async def test_an_idle_mesh_goes_to_zero_and_a_request_waits_for_it_to_come_back(
     tiny: Path, tmp_path: Path, *, is_separated: bool
 ) -> None:
-    """Twice, with several requests that come at once; each gets the tokens that it got from the first workers."""
+    """Twice, with several requests that come at once, the second time to a router that is killed while there is no worker; each
+    gets the tokens that it got from the first workers."""
     options = replace(OPTIONS, ttft_ms=200, zero_after_s=4.0)
     base = LocalMeshConfig(
         model=str(tiny), num_prefill=int(is_separated), num_decode=int(is_separated), num_both=int(not is_separated), port=0,
@@ -226,8 +227,12 @@ async def test_an_idle_mesh_goes_to_zero_and_a_request_waits_for_it_to_come_back
         path = options.objectives_file(config, tmp_path)
         async with scaled(local_loop(mesh, options, path, print)) as loop, AsyncClient(mesh.router_addresses) as client:
             answers = [await _answer(client) for _ in range(2)]
-            for _ in range(2):
+            for is_second in (False, True):
                 await eventually(lambda: not mesh.workers, timeout_s=60)
+                if is_second:
+                    pid = mesh.pids["router-0"]
+                    mesh.kill("router-0", signal.SIGKILL)
+                    await eventually(lambda: mesh.pids.get("router-0", pid) != pid, timeout_s=30)
                 answers += await asyncio.gather(*(_answer(client) for _ in range(3)))
                 footprint.grow(mesh)
             assert all(answer == answers[0] for answer in answers)

@@ -29,6 +29,7 @@ def test_the_latest_of_the_same_workers_is_shown_until_nobody_decides_any_more(t
     assert told["pools"][1] == {
         "name": "decode", "before": 1, "replicas": 2, "reason": REASON, "held": None, "text": f"decode 1 → 2: {REASON}",
     }  # fmt: skip
+    assert latest(["127.0.0.1:4002"], tmp_path) == told, "without a worker the router's address is enough"
     assert latest(["127.0.0.1:4003"], tmp_path) is None, "that is another mesh"
     shown.remove()
     shown.remove()
@@ -39,8 +40,8 @@ def test_of_a_process_that_was_killed_nothing_stays(tmp_path: Path) -> None:
     (tmp_path / "1.json").write_text("{")
     old = time.time() - 2 * FORGOTTEN_S
     os.utime(tmp_path / "1.json", (old, old))
-    other = json.dumps({"workers": [HERE], "at_s": time.time() + 60, "pools": [{"name": "both"}]})
-    for number, text in enumerate(("none", "[]", '{"workers": 1}', other), start=2):
+    other = json.dumps({"members": [HERE], "at_s": time.time() + 60, "pools": [{"name": "both"}]})
+    for number, text in enumerate(("none", "[]", '{"members": 1}', other), start=2):
         (tmp_path / f"{number}.json").write_text(text)
     shown = DecisionFile(lambda: [HERE], tmp_path)
     assert not (tmp_path / "1.json").exists()

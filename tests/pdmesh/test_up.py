@@ -44,7 +44,7 @@ def test_a_mesh_that_may_go_to_zero_says_so_and_its_routers_wait_for_a_start(tmp
     lines = _lines(options, MODEL, tmp_path)
     assert "autoscaling is on: 2–3 prefill and 2–3 decode workers, at most 5 in all; none after 300 s without a request" in lines
     config = options.prepared(replace(MODEL, router_args=("--max-queued=16",)))
-    assert config.router_args == ("--place-timeout-s", f"{2 * MODEL.start_timeout_s:g}", "--max-queued=16")
+    assert config.router_args == ("--wake-timeout-s", f"{2 * MODEL.start_timeout_s:g}", "--max-queued=16")
     settings = options.scaling(config, 2.0)
     assert settings.decode.allow_zero and settings.prefill.allow_zero and settings.zero_after_s == 300.0
     usual = OPTIONS.scaling(OPTIONS.prepared(MODEL), 2.0)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import secrets
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -14,6 +16,8 @@ from pdmesh.runtime.rpc import mesh_secret
 from pdmesh.runtime.rpc.mesh_secret import MeshSecret, write_secret
 from pdmesh.v1 import common_pb2, worker_pb2
 from router.config import RouterConfig
+from router.fleet.adapters import FleetAdapters
+from router.fleet.registry import FleetRegistry
 from router.fleet.wanted_adapters import UNWANTED, AdapterKey, Wanted, WantedAdapters
 from router.routing.filters import NoPlacement, RoutingRequest, can_prefill, explain_no_candidate, same_kind
 from router.routing.worker_reports import adapters_of
@@ -50,6 +54,22 @@ def test_a_request_goes_where_its_adapter_is() -> None:
 def test_who_may_change_adapters(setting: str, keys: str, expected: bool) -> None:
     config = RouterConfig(models=("m=/x",), adapter_changes=setting, api_keys=keys)  # type: ignore[arg-type]
     assert config.lets_clients_change_adapters is expected
+
+
+async def test_adapters_of_the_last_workers_can_be_asked_for_while_there_are_none() -> None:
+    has_a = SimpleNamespace(last=SimpleNamespace(info=worker_pb2.WorkerInfo(), adapters=frozenset({A})), current=True)
+    has_a.last.info.identity.model = "m"
+    fleet = SimpleNamespace(workers={"w": has_a}, serves=lambda model: bool(fleet.workers))
+    wanted = WantedAdapters("", "default")
+    adapters = FleetAdapters(cast(FleetRegistry, fleet), wanted, may_change=True)
+    assert adapters.find("b", ["m"]) is None
+    adapters._remember()
+    fleet.workers.clear()
+    adapters._remember()
+    assert adapters.find("a", ["m"]) == ("m", A) and adapters.names(["m"]) == [("m", "a")]
+    assert adapters.find("a", ["other"]) is None and adapters.find("b", ["m"]) is None
+    await wanted.put(KEY, UNWANTED)
+    assert adapters.find("a", ["m"]) is None and adapters.names(["m"]) == []
 
 
 async def test_without_redis_a_router_remembers_by_itself() -> None:

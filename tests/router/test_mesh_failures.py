@@ -276,8 +276,16 @@ async def test_no_worker_is_unavailable(model_folder: Path) -> None:
         assert "no decode worker" in (refused.value.details() or "")
 
 
-async def test_forced_remote_without_prefill_is_unavailable(model_folder: Path) -> None:
-    async with running_mesh(model_folder, prefill=0, place_timeout_s=0.2) as mesh:
+async def test_without_a_worker_a_router_is_ready_only_where_pools_may_be_at_zero(model_folder: Path) -> None:
+    for wake_timeout_s in (0.0, 60.0):
+        async with running_router(config_for(model_folder, wake_timeout_s=wake_timeout_s)) as (router, _):
+            assert router.core.is_ready is router.frontend.is_ready is (wake_timeout_s > 0)
+
+
+@pytest.mark.parametrize("wake_timeout_s", [0.0, 3600.0])
+async def test_forced_remote_without_prefill_is_unavailable(model_folder: Path, wake_timeout_s: float) -> None:
+    """Also where a request waits for the first worker: the model has one."""
+    async with running_mesh(model_folder, prefill=0, place_timeout_s=0.2, wake_timeout_s=wake_timeout_s) as mesh:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await mesh.generate(request(mode=REMOTE))
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE

@@ -12,7 +12,7 @@ import logging
 import socket
 from collections.abc import Collection, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import grpc
@@ -130,7 +130,9 @@ class Collector:
         age_s = max(0.0, now_s - oldest_s) if oldest_s is not None else 0.0
         if self._rounds.rounds:
             age_s = max(age_s, now_s - self._rounds.rounds[-1].at_s)
-        return traffic_of(self._rounds.rounds, self._waiting.values(), self._window_s, quantile, age_s)
+        traffic = traffic_of(self._rounds.rounds, self._waiting.values(), self._window_s, quantile, age_s)
+        num_open = sum(answer.num_inflight + answer.num_queued for answer in self._answers.values())
+        return None if traffic is None else replace(traffic, num_open=num_open)
 
     @property
     def lost_registry(self) -> bool:

@@ -214,7 +214,8 @@ class Policy:
         own, memory = settings.of(view.name), self._memories[view.name]
         asked = demand(now_s, traffic, self._forecaster, settings, own.start_s, self._goals.ttft_s)
         expected = self._forecaster.at(now_s + own.start_s).mean * own.start_s
-        idle_s = memory.idle_s(now_s, traffic.rate_per_s == 0 and traffic.num_queued == 0 and expected < 0.5)
+        is_idle = traffic.rate_per_s == 0 and traffic.num_queued == traffic.num_open == 0 and expected < 0.5
+        idle_s = memory.idle_s(now_s, is_idle)
         worker, lengths = self._speeds[view.name].latest, self._lengths.latest
         if worker is None or lengths is None:
             needed = unasked(own) if worker is not None and idle_s is not None else unmeasured(view, own)
