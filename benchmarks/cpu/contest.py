@@ -183,6 +183,8 @@ class Contest:
                     measured.take(name, partial(case.measure, child, self.prompts, self.plan, number))
         except (PeerError, OSError) as error:
             self._leave_out(seat.name, error)
+            for case in wanted:  # a part that goes on after it was cut off does not wait for this one again
+                measured.failures.setdefault(case.name_of(seat.name), str(error))
 
     def _wants(self, seat: Seat, case: Case, measured: Measured, number: int) -> bool:
         name = case.name_of(seat.name)

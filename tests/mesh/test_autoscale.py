@@ -230,15 +230,19 @@ async def test_an_idle_mesh_goes_to_zero_and_a_request_waits_for_it_to_come_back
             for is_second in (False, True):
                 await eventually(lambda: not mesh.workers, timeout_s=60)
                 if is_second:
-                    pid = mesh.pids["router-0"]
-                    mesh.kill("router-0", signal.SIGKILL)
-                    await eventually(lambda: mesh.pids.get("router-0", pid) != pid, timeout_s=30)
+                    await _restarted(mesh, "router-0")
                 answers += await asyncio.gather(*(_answer(client) for _ in range(3)))
                 footprint.grow(mesh)
             assert all(answer == answers[0] for answer in answers)
             assert any("no request for" in text and "will wait about" in text for text in texts(loop, "scale"))
             await assert_whole(mesh)
     footprint.assert_gone()
+
+
+async def _restarted(mesh: LocalMesh, name: str) -> None:
+    pid = mesh.pids[name]
+    mesh.kill(name, signal.SIGKILL)
+    await eventually(lambda: mesh.pids.get(name, pid) != pid, timeout_s=30)
 
 
 async def _answer(client: AsyncClient) -> tuple[int, ...]:
