@@ -26,7 +26,13 @@ def test_the_default_is_expected_to_serve_best_where_each_worker_has_a_core(num_
         (8, {"num_prefill": 0, "num_decode": 0, "num_both": 2}, "--prefill 1 --decode 1", "answers wait"),
         (8, {"num_prefill": 0, "num_decode": 2}, "--prefill 1 --decode 1", "answers wait"),
         (4, {"lend_cores": False}, "--lend-cores", "on 2 cores only"),
+        (8, {"num_both": 1}, "--both 0", "answers of a worker with both roles wait"),
+        (8, {"num_decode": 0, "num_both": 1}, "--prefill 1 --decode 1", "answers of a worker with both roles wait"),
         (4, {"num_threads": 4}, "--threads 2", "2 workers of 4 threads on 4 cores"),
+        (64, {"num_threads": 1}, "--threads 32", "2 workers of one thread leave 62 of 64 cores without work"),
+        (64, {"num_threads": 1, "lend_cores": False}, "--threads 32", "leave 62 of 64 cores without work"),
+        (9, {"num_threads": 2, "max_workers": 3}, "--threads 3", "2 workers of 2 threads leave 5 of 9 cores without work"),
+        (1, {"num_prefill": 0, "num_threads": 4}, "--threads 1", "one worker of 4 threads on one core"),
     ],
 )
 def test_what_is_expected_to_serve_better_is_said_with_the_reason(
@@ -37,8 +43,18 @@ def test_what_is_expected_to_serve_better_is_said_with_the_reason(
     assert why in line
 
 
-def test_one_core_has_one_layout() -> None:
-    assert said(1, num_prefill=0, num_decode=0, num_both=1).endswith("best on one core")
+@pytest.mark.parametrize("fields", [{"num_decode": 0, "num_both": 1}, {"num_decode": 1}])
+def test_one_core_has_one_layout(fields: dict[str, object]) -> None:
+    expected = "layout: one worker for prompts and answers, which is expected to serve best on one core"
+    assert said(1, num_prefill=0, **fields) == expected
+
+
+def test_the_line_says_where_it_was_measured() -> None:
+    assert "in most mixes measured on two cores" in said(64)
+
+
+def test_threads_that_are_kept_for_later_workers_are_not_missing() -> None:
+    assert said(9, max_workers=3).startswith("layout: expected to serve best")
 
 
 @pytest.mark.parametrize("fields", [{"engine": "vllm"}, {"device": "cuda"}])
