@@ -45,7 +45,7 @@ from pdmesh.engine.loader.loader import LoadedModel, load_model
 from pdmesh.engine.lora.adapter import Adapter
 from pdmesh.engine.lora.registry import AdapterRegistry
 from pdmesh.engine.memory import effective_max_context, free_memory, kv_shape
-from pdmesh.engine.outputs import EngineStats, StartClock, StepResult
+from pdmesh.engine.outputs import CoreSeconds, EngineStats, StartClock, StepResult
 from pdmesh.engine.parallel.model import ParallelModel
 from pdmesh.engine.parallel.tp_protocol import RankFailed
 from pdmesh.engine.request import EngineRequest
@@ -121,7 +121,7 @@ class Engine:
                 check_speculation(config)
             loaded = load_model(config)
         self.config = config
-        self._loaded, self.core_seconds = loaded, loaded.core_seconds
+        self._loaded = loaded
         self.model_config = loaded.config
         self.weights_hash = loaded.weights_hash
         self.numeric_mode = loaded.numeric_mode
@@ -364,10 +364,8 @@ class Engine:
 
     def _num_logits_rows(self) -> int:
         """Return how many rows of logits a step may have: on a GPU those that its memory was planned for."""
-        num_seqs = self.config.max_num_seqs
-        return (
-            num_seqs if self.config.device == "cuda" else max(num_seqs, PROMPT_LOGITS_BYTES // (4 * self.model_config.vocab_size))
-        )
+        num_seqs, bound = self.config.max_num_seqs, PROMPT_LOGITS_BYTES // (4 * self.model_config.vocab_size)
+        return num_seqs if self.config.device == "cuda" else max(num_seqs, bound)
 
     @property
     def can_pool(self) -> bool:
@@ -378,6 +376,10 @@ class Engine:
         """Return the tokens that each expert got since start, [layers with experts, num_experts] int64; None for a model without
         experts, or where its kernels do not count. It may be called on any thread: what a step adds meanwhile may be missing."""
         return self._loaded.expert_counts()
+
+    def core_seconds(self) -> CoreSeconds | None:
+        """Return for how long others held its cores and it others'; None: it shares none."""
+        return self._loaded.core_seconds()
 
     def stats(self) -> EngineStats:
         """Return counts of now and since start. Sequences count by choice, so running + waiting + reserved is at most
@@ -428,13 +430,8 @@ class Engine:
         limits, config = self._limits(), self.config
         self.kv.reach(min(self._pool.num_total, num_blocks_for(LONGEST, config.block_size)) - 1)
         curve = measure_curve(loaded.model, self.sampler, self.kv.tensor, self._circumstances(loaded))
-        bounds = Bounds(
-            config.draft_length or config.max_draft_tokens,
-            config.max_num_batched_tokens,
-            limits.max_context,
-            config.draft_length,
-            limits.vocab_size,
-        )
+        longest = config.draft_length or config.max_draft_tokens
+        bounds = Bounds(longest, config.max_num_batched_tokens, limits.max_context, config.draft_length, limits.vocab_size)
         return Speculator(proposers, curve, bounds, device=self.kv.tensor.device)
 
     def _circumstances(self, loaded: LoadedModel) -> Circumstances:

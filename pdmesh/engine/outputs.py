@@ -95,7 +95,7 @@ class StepWork(NamedTuple):
 
 
 class CoreSeconds(NamedTuple):
-    """Hold for how long, added up over cores, others have computed on a worker's cores and the worker on others'."""
+    """Hold for how long, added up over cores, others have held a worker's cores and the worker others'."""
 
     lent: float
     borrowed: float

@@ -41,7 +41,7 @@ BYTES_MOVED = counter("pdmesh.engine.moved", "Weights and KV that steps read and
 BUSY = counter("pdmesh.engine.busy", "Time in steps", unit="s")
 CORES = counter(
     "pdmesh.engine.shared.core",
-    "Core time that workers of a host shared: lent, others computed on this one's cores; borrowed, the reverse",
+    "Core time that workers of a host shared: lent, others held this one's cores; borrowed, the reverse",
     ("direction",),
     unit="s",
 )

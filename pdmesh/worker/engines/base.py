@@ -195,7 +195,7 @@ class WorkerEngine(ServingEngine, Protocol):
         """Return the tokens of each expert, [layers, num_experts] int64, since start; None: it has no experts, or cannot tell."""
 
     def core_seconds(self) -> CoreSeconds | None:
-        """Return for how long, since start, others computed on its cores and it on others'; None: it shares none."""
+        """Return for how long, since start, others held its cores and it others'; None: it shares none."""
 
     async def stop(self) -> None:
         """Run what was called before, and end the stepping; idempotent. Calls from then on raise EngineStopped."""

@@ -114,7 +114,7 @@ class CoreTable:
         return max(0, min(allowed, quota_cores() or allowed) - self.num_threads)
 
     def seconds(self) -> CoreSeconds:
-        """Return what was lent and borrowed since start, counted when a core is given back."""
+        """Return for how long cores were held since start, counted when a core is given back, its holder's stops included."""
         slots = [_SLOT.unpack_from(self._memory, _offset(self.first + each)) for each in range(self.num_threads)]
         return CoreSeconds(sum(slot[5] for slot in slots) / 1e3, slots[0][6] / 1e3)
 

@@ -390,7 +390,7 @@ class NativeModel:
         return self._num_threads + (0 if self._cores is None else self._cores.max_guests)
 
     def core_seconds(self) -> CoreSeconds | None:
-        """Return what it has lent and borrowed; None: it shares no cores."""
+        """Return for how long others held its cores and it others'; None: it shares no cores."""
         return None if self._cores is None else self._cores.seconds()
 
     def rest(self) -> None:
