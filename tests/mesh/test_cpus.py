@@ -1,9 +1,11 @@
 """A mesh whose workers compute on cores of their own."""
 
 import asyncio
+import fcntl
 import os
 import signal
 import struct
+import time
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,22 @@ def slots_in(table: str, num_slots: int = 2) -> list[tuple[int, ...]]:
     """Of each slot: whether it has an owner, until when it is wanted, who has borrowed it, how often it was borrowed."""
     content = Path(table).read_bytes()
     return [struct.unpack_from("=QqQQ", content, 64 * (1 + slot)) for slot in range(num_slots)]
+
+
+def owner_of(table: str, slot: int) -> int:
+    """The process that holds the lock on a slot, which says that its owner lives; 0: none does."""
+    lock = "hhqqi4x"  # struct flock: l_type, l_whence, l_start, l_len, l_pid
+    with open(table, "rb") as file:
+        found = fcntl.fcntl(file, fcntl.F_GETLK, struct.pack(lock, fcntl.F_WRLCK, os.SEEK_SET, 64 * (1 + slot), 1, 0))
+    kind, _, _, _, pid = struct.unpack(lock, found)
+    return 0 if kind == fcntl.F_UNLCK else int(pid)
+
+
+async def until_free(table: str, slot: int) -> None:
+    """Wait until its owner computes nothing."""
+    async with asyncio.timeout(10):
+        while slots_in(table, slot + 1)[slot][1] > 1e3 * time.monotonic():  # noqa: ASYNC110  # another process changes it
+            await asyncio.sleep(0.01)
 
 
 async def core_seconds(mesh: LocalMesh, name: str, direction: str) -> float:
@@ -58,6 +76,7 @@ async def test_a_prompt_computes_on_the_core_of_the_worker_that_has_nothing_to_d
         names = ("prefill-0", "decode-0")
         lent, borrowed = [[await core_seconds(mesh, name, way) for name in names] for way in ("lent", "borrowed")]
         assert lent == borrowed[::-1], "what one of two has lent, the other has borrowed"
+        assert sum(lent) > 0
         table, slots = mesh.config.core_table, slots_in(mesh.config.core_table)
     assert all(is_owned for is_owned, *_ in slots), "each worker has a slot"
     assert sum(times_borrowed for *_, times_borrowed in slots) > 0
@@ -69,27 +88,35 @@ async def test_a_prompt_computes_on_the_core_of_the_worker_that_has_nothing_to_d
 
 @pytest.mark.skipif(len(usable_cores()) < 2, reason="needs two cores")
 async def test_a_frozen_worker_and_a_killed_one_cost_no_token_and_keep_no_core(tiny: Path) -> None:
-    """Its core is lent on while it stands still, and the one that is started in its place has a core again."""
-    prompts = [oracle.prompt_of(seed, 400) for seed in range(60, 66)]
+    """Its core is lent on while it stands still, and the one that is started in its place has a core again.
+
+    A worker borrows the first slots that are free, on two cores one. So the decode worker with the lower slot is frozen: a prompt
+    takes its core before the other's. Each time there are new prompts: what is cached takes no core.
+    """
+    prompts = [oracle.prompt_of(seed, 400) for seed in range(60, 84)]
     greedy = SamplingParams(temperature=0, max_tokens=8)
     expected = [oracle.answer(tiny, each, greedy) for each in prompts]
 
-    async def answers(client: AsyncClient) -> list[list[list[int]]]:
-        found = [await client.generate(each, temperature=0, max_tokens=8, mode="remote", timeout=90) for each in prompts]
-        return [[list(answer.token_ids)] for answer in found]
+    async def check(client: AsyncClient, turn: int) -> None:
+        asked = slice(6 * turn, 6 * (turn + 1))
+        found = [await client.generate(each, temperature=0, max_tokens=8, mode="remote", timeout=90) for each in prompts[asked]]
+        assert [[list(answer.token_ids)] for answer in found] == expected[asked]
 
     async with LocalMesh(LocalMeshConfig(model=str(tiny), port=0, num_threads=1, num_decode=2)) as mesh:
         table = mesh.config.core_table
         async with AsyncClient(mesh.router_addresses) as client:
-            assert await answers(client) == expected
-            mesh.kill("decode-1", signal.SIGSTOP)
-            before = sum(times_borrowed for *_, times_borrowed in slots_in(table, 3))
-            assert await answers(client) == expected
-            assert sum(times_borrowed for *_, times_borrowed in slots_in(table, 3)) > before
-            mesh.kill("decode-1")
-            assert await answers(client) == expected
+            await check(client, 0)
+            slot_of = {owner_of(table, slot): slot for slot in range(3)}
+            slot, frozen = min((slot_of[mesh.member(name).pid], name) for name in ("decode-0", "decode-1"))
+            await until_free(table, slot)
+            mesh.kill(frozen, signal.SIGSTOP)
+            before = slots_in(table, 3)[slot][-1]
+            await check(client, 1)
+            assert slots_in(table, 3)[slot][-1] > before, "the core of the frozen worker was lent to none"
+            mesh.kill(frozen)
+            await check(client, 2)
             await mesh.wait_ready(60)
-            assert await answers(client) == expected
+            await check(client, 3)
         assert [is_owned for is_owned, *_ in slots_in(table, 4)] == [1, 1, 1, 0], "the new worker has the slot of the old one"
 
 

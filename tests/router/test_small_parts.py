@@ -371,6 +371,7 @@ def test_a_wrong_parser_is_named(text: str, wrong: str) -> None:
 
 
 async def test_a_cancellation_that_comes_with_the_event_is_not_lost() -> None:
+    """It fails with `asyncio.wait_for` in Python 3.11 only: from 3.12 on that loses no cancellation either."""
     event, ended = asyncio.Event(), list[str]()
 
     async def forever() -> None:
