@@ -59,13 +59,26 @@ async def figures(options: Options) -> list[Figure]:
             await _until_empty(mesh)
             await asyncio.gather(*(_ask(client, seen) for _ in range(AT_ONCE)))
             seen.starts_s += [worker.start_s for worker in mesh.workers if worker.start_s]
-    wait_s, start_s = statistics.median(seen.waits_s), statistics.median(seen.starts_s)
-    name = f"from zero, {AT_ONCE} requests at once"
+    return figures_of(seen)
+
+
+def figures_of(seen: Seen) -> list[Figure]:
+    """What failed is said also where nothing was answered. Pure."""
+    wait_s, start_s = _median(seen.waits_s), _median(seen.starts_s)
+    ttft: float | str = "absent: no request was answered" if wait_s is None else round(wait_s, 2)
+    over: float | str = "absent: no request was answered" if wait_s is None else "absent: no worker was started"
+    if wait_s is not None and start_s is not None:
+        over = round(wait_s / start_s, 2)
+    name, limit = f"from zero, {AT_ONCE} requests at once", None if start_s is None else round(start_s, 2)
     return [
         Figure(f"{name}: requests that failed", len(seen.failures), f"of {seen.num_asked}", "lower", goal=0),
-        Figure(f"{name}: TTFT, median", round(wait_s, 2), "s", "lower", limit=round(start_s, 2)),
-        Figure(f"{name}: TTFT over a worker's start", round(wait_s / start_s, 2), "times", "lower", goal=MOST_OVER_START),
+        Figure(f"{name}: TTFT, median", ttft, "s", "lower", limit=limit),
+        Figure(f"{name}: TTFT over a worker's start", over, "times", "lower", goal=MOST_OVER_START),
     ]
+
+
+def _median(values: list[float]) -> float | None:
+    return statistics.median(values) if values else None
 
 
 async def _until_empty(mesh: LocalMesh) -> None:

@@ -75,13 +75,14 @@ async def paced(call: Call, rate: float, seconds: float) -> dict[str, object]:
     return {"ttft_s": await asyncio.gather(*running)}
 
 
-async def closed(call: Call, clients: int, seconds: float) -> dict[str, object]:
-    """As many requests as `clients` that never pause get through: requests/s."""
+async def closed(call: Call, clients: int, seconds: float, most: int | None = None) -> dict[str, object]:
+    """As many requests as `clients` that never pause get through, but no more than `most`: requests/s."""
     until = time.perf_counter() + seconds
+    places = itertools.count() if most is None else iter(range(most))
 
     async def one() -> int:
         count = 0
-        while time.perf_counter() < until:
+        while time.perf_counter() < until and next(places, None) is not None:
             await ttft_of(call)
             count += 1
         return count
@@ -157,7 +158,7 @@ async def main(given: argparse.Namespace) -> None:
     if given.texts is not None:
         requests = requests_of(given.texts, given.mode, given.max_tokens)
         async with _channel(given.address) as channel:
-            say(await closed(caller(channel, *requests), given.count, given.seconds))
+            say(await closed(caller(channel, *requests), given.count, given.seconds, most=len(requests)))
         return
     request = request_of(given.mode, given.prompt_tokens, given.max_tokens)
     if given.what == "streams":
@@ -178,7 +179,7 @@ if __name__ == "__main__":
     parser.add_argument("--mode", choices=tuple(MODES), default="remote")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--max-tokens", type=int, default=8)
-    parser.add_argument("--texts", type=Path, help="closed: prompts from this file in place of token ids")
+    parser.add_argument("--texts", type=Path, help="closed: prompts from this file in place of token ids, each once")
     parser.add_argument("--count", type=int, default=32)
     parser.add_argument("--rate", type=float, default=100.0)
     parser.add_argument("--seconds", type=float, default=3.0)

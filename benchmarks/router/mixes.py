@@ -1,7 +1,7 @@
 """Never lose: the mesh under its policy beside the same two cores without separation, mix after mix, all three running.
 
 For each mix first the capacity, from a closed loop that keeps the two one-core engines busy, then round after round the same
-requests at the same times to each of the three in turn, in another order each round. Who is not asked sleeps.
+requests at the same times to each of the three in turn, in another order each round. A system that is not asked sleeps.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from pdmesh.loadtest.arrivals import fixed
 from pdmesh.loadtest.record import ObjectiveBook, Objectives
 from pdmesh.loadtest.workload import Arrivals, TrafficClass, Workload
 
-# Which mixes are asked, what a request must keep, and who is the better. Pure.
+# Which mixes are asked, what a request must keep, and which system is the better. Pure.
 #
-# The objectives follow one rule for everybody, from one request alone on the two-core engine: TTFT within 5 times that plus
+# The objectives follow one rule for all systems, from one request alone on the two-core engine: TTFT within 5 times that plus
 # half a second, TPOT within 3 times that.
 
 
@@ -58,8 +58,9 @@ class Kind:
 
 @dataclass(frozen=True)
 class Mix:
-    """`load`: the offered rate as a share of the capacity for these requests. `turns`: of a conversation, each with the lengths
-    of its kind beside what was said before. `called`: a name where the kinds are too many for one."""
+    """`load`: the offered rate as a share of the capacity for these requests, without what was said before them. `turns`: of a
+    conversation, each with the lengths of its kind beside what was said before: what share of its own capacity that is, is not
+    known. `called`: a name where the kinds are too many for one."""
 
     kinds: tuple[Kind, ...]
     load: float
@@ -69,7 +70,11 @@ class Mix:
     @property
     def name(self) -> str:
         kinds = self.called or " and ".join(kind.name for kind in self.kinds)
-        return f"{kinds}{f' in {self.turns} turns' if self.turns > 1 else ''} at {self.load:.0%}"
+        return (
+            f"{kinds} in {self.turns} turns at {self.load:.0%} of single turns"
+            if self.turns > 1
+            else f"{kinds} at {self.load:.0%}"
+        )
 
     @property
     def key(self) -> str:
@@ -88,7 +93,7 @@ class Mix:
         return [(kind.num_input, kind.num_output) for kind in self.kinds for _ in range(round(kind.share / unit))]
 
     def workload(self, capacity: float) -> Workload:
-        """What is asked where `capacity` requests a second are borne; with turns, as many requests in fewer conversations."""
+        """What is asked where `capacity` single requests a second are borne; turns: as many requests in fewer conversations."""
         classes = tuple(
             TrafficClass(kind.name, kind.share, input_tokens=fixed(kind.num_input), output_tokens=fixed(kind.num_output))
             for kind in self.kinds
@@ -155,22 +160,30 @@ class Cell:
     tpot_p99_ms: float
     num_requests: int
 
+    @property
+    def of_one(self) -> float:
+        """Goodput if one request were good: the least above 0 that a window can show."""
+        return self.offered / self.num_requests if self.num_requests else 0.0
 
-def ratio(ours: float, theirs: Sequence[float]) -> float | None:
-    """Our goodput over the best of theirs; None where nobody had any."""
+
+def ratio(ours: float, theirs: Sequence[float], least: float) -> float | None:
+    """Our goodput over the best of theirs, which counts as `least` where it is 0, so that the ratio is what ours is at least;
+    None where all are 0."""
     best = max(theirs)
     if best == 0:
-        return None if ours == 0 else float("inf")
+        return ours / least if ours and least else None
     return ours / best
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One system beside the better of the others, round by round. `ratios`: of the rounds in which anybody had goodput."""
+    """One system beside the better of the others, round by round. `ratios`: of the rounds in which one of the two had goodput;
+    `num_empty` of them are those in which the other had none, which counts as one good request."""
 
     better: str
     ratios: tuple[float, ...]
     pooled: float | None
+    num_empty: int = 0
 
     @property
     def median(self) -> float | None:
@@ -181,7 +194,12 @@ class Comparison:
         """The spread, for the column beside a figure."""
         if not self.ratios:
             return ""
-        return f"{Spread.of(self.ratios).in_words}; of all rounds' goodput together: {self.pooled:.4g}"
+        words = f"{Spread.of(self.ratios).in_words}; of all rounds' goodput together: {self.pooled:.4g}"
+        if not self.num_empty:
+            return words
+        return (
+            f"{words}; it kept nothing in {self.num_empty} of {len(self.ratios)} rounds, taken as one request: at least so much"
+        )
 
 
 def compared(of: Mapping[str, Sequence[Cell]], ours: str) -> Comparison:
@@ -189,8 +207,13 @@ def compared(of: Mapping[str, Sequence[Cell]], ours: str) -> Comparison:
     system, which nobody can run."""
     total = {key: sum(cell.goodput for cell in rounds) for key, rounds in of.items()}
     better = max((key for key in of if key != ours), key=lambda key: total[key])
-    pairs = [ratio(mine.goodput, (theirs.goodput,)) for mine, theirs in zip(of[ours], of[better], strict=True)]
-    return Comparison(better, tuple(value for value in pairs if value is not None), ratio(total[ours], (total[better],)))
+    cells = list(zip(of[ours], of[better], strict=True))
+    pairs = [ratio(mine.goodput, (theirs.goodput,), theirs.of_one) for mine, theirs in cells]
+    ratios = tuple(value for value in pairs if value is not None)
+    # Over all rounds together one request is what it is in one of them.
+    pooled = ratio(total[ours], (total[better],), max(cell.of_one for cell in of[better]))
+    num_empty = sum(mine.goodput > 0 and theirs.goodput == 0 for mine, theirs in cells)
+    return Comparison(better, ratios, pooled, num_empty)
 
 
 def figures_of(cells: Mapping[Mix, Mapping[str, Sequence[Cell]]], ours: str, names: Mapping[str, str]) -> list[Figure]:
@@ -217,16 +240,16 @@ def figures_of(cells: Mapping[Mix, Mapping[str, Sequence[Cell]]], ours: str, nam
 
 
 def _of_mix(title: str, found: Comparison, of: Mapping[str, Sequence[Cell]], names: Mapping[str, str]) -> list[Figure]:
-    shown = "nobody kept the objectives" if found.median is None else found.median
+    shown = "no system kept the objectives" if found.median is None else found.median
     peer = f"{names[found.better]}; {found.in_words}"
     listed = [Figure(f"{title}: goodput over the better aggregated", shown, "times", "higher", 0.98, peer=peer)]
     for key, rounds in of.items():
-        who = f"{title}: {names[key]}"
+        label = f"{title}: {names[key]}"
         offered = statistics.fmean(cell.offered for cell in rounds)
         listed += [
-            Figure(f"{who}: goodput", statistics.fmean(cell.goodput for cell in rounds), "requests/s", "higher", limit=offered),
-            Figure(f"{who}: TTFT p50", statistics.median(cell.ttft_p50_ms for cell in rounds), "ms", "lower"),
-            Figure(f"{who}: TPOT p99", statistics.median(cell.tpot_p99_ms for cell in rounds), "ms", "lower"),
+            Figure(f"{label}: goodput", statistics.fmean(cell.goodput for cell in rounds), "requests/s", "higher", limit=offered),
+            Figure(f"{label}: TTFT p50", statistics.median(cell.ttft_p50_ms for cell in rounds), "ms", "lower"),
+            Figure(f"{label}: TPOT p99", statistics.median(cell.tpot_p99_ms for cell in rounds), "ms", "lower"),
         ]
     return listed
 
@@ -266,6 +289,7 @@ class Mixes:
         return Idle(*known)
 
     async def _capacity(self, mix: Mix) -> float:
+        """Requests a second, each alone: for a mix with turns too, whose later turns have a history, and may find it cached."""
         name = f"capacity-{mix.called.replace(' ', '-') or '_'.join(kind.name for kind in mix.kinds)}"
         if (known := self._kept.get(name)) is None:
             seconds = self._options.pick(12.0, 2.0)

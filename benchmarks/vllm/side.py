@@ -222,18 +222,19 @@ def ratio_figures(cells: Mapping[str, Mapping[Mix, Cell]], mixes: Sequence[Mix])
         for name, cell in known.items():
             yield Figure(f"{mix.name}: {name}: goodput of {cell.offered:.3g}", cell.goodput, "requests/s", "higher")
         ours = max((known[name].goodput for name in (SEPARATED, ONE) if name in known), default=None)
-        theirs = [known[name].goodput for name in (PLAIN, SMG) if name in known]
+        theirs = [known[name] for name in (PLAIN, SMG) if name in known]
         if ours is not None and theirs:
             yield _over(mix, ours, theirs, "the better of plain vLLM and SMG", GOAL)
         if ours is not None and SMG in known and known[SMG].goodput:
-            yield _over(mix, ours, [known[SMG].goodput], SMG, GOAL_SMG)
+            yield _over(mix, ours, [known[SMG]], SMG, GOAL_SMG)
 
 
-def _over(mix: Mix, ours: float, theirs: Sequence[float], peer: str, goal: float) -> Figure:
-    value = ratio(ours, theirs)
-    return Figure(
-        f"{mix.name}: pdmesh over {peer}", "no answer was in time" if value is None else value, "times", "higher", goal, peer=peer
-    )
+def _over(mix: Mix, ours: float, theirs: Sequence[Cell], peer: str, goal: float) -> Figure:
+    value = ratio(ours, [cell.goodput for cell in theirs], max(cell.of_one for cell in theirs))
+    shown = "no answer was in time" if value is None else value
+    is_bound = value is not None and not any(cell.goodput for cell in theirs)
+    against = f"{peer}, which kept nothing, taken as one request: at least so much" if is_bound else peer
+    return Figure(f"{mix.name}: pdmesh over {peer}", shown, "times", "higher", goal, peer=against)
 
 
 def exposed_figures(shares: Mapping[int, float | None]) -> list[Figure]:

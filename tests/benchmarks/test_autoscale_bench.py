@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.autoscale import __main__ as autoscale_main
 from benchmarks.autoscale.scenario import Options
+from benchmarks.autoscale.zero import Seen, figures_of
 from benchmarks.harness import Figure, Suite, run_parts
 
 FIGURE = Figure("a", 1.0, "times", "lower")
@@ -45,3 +46,11 @@ def test_parts_are_coroutines_or_not_and_one_that_fails_costs_no_other(monkeypat
     with pytest.raises(SystemExit) as ended:
         autoscale_main.SUITE.main(["now"], autoscale_main.measure(Options(quick=True)), quick=True)
     assert ended.value.code == 0 and told == ["now", "later"]
+
+
+def test_requests_from_zero_that_all_fail_are_a_figure() -> None:
+    failed, ttft, over = figures_of(Seen(num_asked=3, failures=["late"] * 3))
+    assert (failed.value, failed.unit) == (3, "of 3")
+    assert ttft.value == over.value == "absent: no request was answered"
+    assert figures_of(Seen(waits_s=[2.0], num_asked=1))[2].value == "absent: no worker was started"
+    assert [figure.value for figure in figures_of(Seen([3.0, 2.0, 4.0], [2.0], 3))] == [0, 3.0, 1.5]

@@ -56,7 +56,7 @@ def test_a_mix_offers_its_share_of_the_capacity_in_requests_of_its_kinds() -> No
 def test_turns_of_conversations_are_as_many_requests_as_without_them() -> None:
     workload = Mix((Kind(100, 10),), 0.5, turns=4).workload(8.0)
     assert workload.arrivals.rate * workload.turns.parameters[0] == 4.0
-    assert Mix((Kind(100, 10),), 0.5, turns=4).name == "100+10 in 4 turns at 50%"
+    assert Mix((Kind(100, 10),), 0.5, turns=4).name == "100+10 in 4 turns at 50% of single turns"
 
 
 def test_objectives_follow_the_rule_for_each_kind() -> None:
@@ -68,15 +68,19 @@ def test_objectives_follow_the_rule_for_each_kind() -> None:
 
 @given(st.floats(0.001, 100), st.lists(st.floats(0.001, 100), min_size=1))
 def test_the_ratio_is_to_the_best_of_the_others(ours: float, theirs: list[float]) -> None:
-    value = ratio(ours, theirs)
+    value = ratio(ours, theirs, least=1.0)
     assert value is not None
     assert (value >= 1) == all(ours >= one for one in theirs)
     assert math.isclose(value * max(theirs), ours)
 
 
-def test_where_nobody_keeps_the_objectives_there_is_no_ratio() -> None:
-    assert ratio(0.0, [0.0, 0.0]) is None
-    assert ratio(1.0, [0.0]) == math.inf
+def test_where_no_system_keeps_the_objectives_there_is_no_ratio() -> None:
+    assert ratio(0.0, [0.0, 0.0], least=0.1) is None
+    assert ratio(1.0, [0.0], least=0.0) is None, "a window without requests"
+
+
+def test_a_rival_that_kept_nothing_counts_as_one_request() -> None:
+    assert ratio(1.0, [0.0, 0.0], least=0.25) == 4.0
 
 
 def cells_of(**goodput: Sequence[float]) -> dict[str, list[Cell]]:
@@ -94,7 +98,7 @@ def test_figures_of_mixes_name_the_lowest_and_the_best() -> None:
     assert value_of(figures, "goodput over the better aggregated: best of all mixes") == 1.5
     assert value_of(figures, "mixes") == 3
     assert value_of(figures, "mixes: rounds") == 1
-    assert value_of(figures, f"mix 3: {MIXES[2].name}: goodput over the better aggregated") == "nobody kept the objectives"
+    assert value_of(figures, f"mix 3: {MIXES[2].name}: goodput over the better aggregated") == "no system kept the objectives"
     assert figures[0].peer == "the better of: one, two"
 
 
@@ -106,8 +110,28 @@ def test_the_better_one_is_the_same_in_all_rounds_and_the_median_is_of_paired_ra
     assert found.pooled == 6.0 / 5.0
 
 
-def test_a_round_in_which_nobody_kept_the_objectives_counts_for_nobody() -> None:
-    assert compared(cells_of(mesh=[0.0, 1.0], a=[0.0, 2.0]), "mesh").ratios == (0.5,)
+def test_a_round_in_which_no_system_kept_the_objectives_is_left_out() -> None:
+    found = compared(cells_of(mesh=[0.0, 1.0], a=[0.0, 2.0]), "mesh")
+    assert (found.ratios, found.num_empty) == ((0.5,), 0)
+    assert "kept nothing" not in found.in_words
+
+
+def test_a_ratio_is_a_number_where_the_rival_kept_nothing_in_most_rounds_and_the_figure_says_so() -> None:
+    cells = cells_of(mesh=[1.0, 1.0, 1.0, 1.0, 1.0], a=[0.0, 0.0, 0.0, 1.0, 2.0])
+    found = compared(cells, "mesh")
+    one = 2.0 / 60
+    assert found.ratios == (1 / one, 1 / one, 1 / one, 1.0, 0.5)
+    assert found.median == 1 / one
+    assert found.num_empty == 3
+    (figure,) = [each for each in figures_of({MIXES[0]: cells}, "mesh", {"mesh": "ours", "a": "one"}) if each.goal == 0.98][1:]
+    assert figure.value == 1 / one
+    assert str(figure.peer).endswith("it kept nothing in 3 of 5 rounds, taken as one request: at least so much")
+
+
+def test_a_rival_that_kept_nothing_at_all_has_a_ratio_too() -> None:
+    found = compared(cells_of(mesh=[1.0, 0.0], a=[0.0, 0.0]), "mesh")
+    assert found.ratios == (1.0 / (2.0 / 60),)
+    assert math.isclose(found.pooled or 0.0, 30.0)
 
 
 def test_a_part_replaces_its_own_figures_and_leaves_the_others() -> None:

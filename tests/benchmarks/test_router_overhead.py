@@ -1,10 +1,14 @@
 """The instrument of the router's overhead: a router takes its stub workers for real ones."""
 
+import asyncio
+import itertools
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
+from benchmarks.router import client
 from benchmarks.router.overhead import quantile, write_model
 from benchmarks.router.profiled import Samples
 from benchmarks.router.stub_worker import MAX_CONTEXT, TOKEN_ID, start_workers
@@ -50,3 +54,16 @@ def test_samples_count_own_time_and_callees() -> None:
     samples.take(0, None)
     assert samples.total == 2
     assert "test_router_overhead.py:test_samples_count_own_time_and_callees" in samples.table()
+
+
+async def test_a_closed_loop_asks_no_more_than_it_is_told() -> None:
+    asked = itertools.count()
+
+    async def answer() -> AsyncIterator[bytes]:
+        next(asked)
+        for _ in range(client.FIRST_TOKEN):
+            await asyncio.sleep(0)
+            yield b""
+
+    assert (await client.closed(answer, 3, 60.0, most=5))["requests"] == 5  # type: ignore[arg-type]
+    assert next(asked) == 5
