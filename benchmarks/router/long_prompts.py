@@ -133,8 +133,10 @@ class _Fleet:
         self._model = ServedModel(
             "m", tokenizer, GrammarCompiler(tokenizer.to_json(), tokenizer.vocab_size, tokenizer.eos_token_ids)
         )
-        room = {"max_context": MAX_CONTEXT, "num_total_blocks": MANY, "num_free_blocks": MANY}
-        self._roster = FleetSnapshot([replace(view(number, draw), **room) for number in range(NUM_WORKERS)])
+        views = [view(number, draw) for number in range(NUM_WORKERS)]
+        self._roster = FleetSnapshot(
+            [replace(each, max_context=MAX_CONTEXT, num_total_blocks=MANY, num_free_blocks=MANY) for each in views]
+        )
         self._infos = [
             worker_pb2.WorkerInfo(
                 worker_id=f"w{number}",

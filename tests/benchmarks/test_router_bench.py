@@ -213,9 +213,9 @@ def test_prediction_without_requests_is_no_number() -> None:
         info=worker_pb2.WorkerInfo(worker_id="w"),
         load=worker_pb2.LoadReport(latency_model=worker_pb2.LatencyModel(num_steps=7, prefill_error=0.25, decode_error=0.125)),
     )
-    told = mesh_pb2.PredictionStatus(num_requests=4, ttft_error=0.0625, tpot_error=0.03125)
+    told = mesh_pb2.PredictionStatus(num_requests=4, ttft_error=0.0625, tpot_error=0.03125, ttft_bias=-0.5, tpot_bias=0.5)
     figures = placement.prediction_figures_of(mesh_pb2.GetStatusResponse(workers=[worker], prediction=told))
-    assert [figure.value for figure in figures] == [0.0625, 0.03125, 4, 0.25, 0.125, 7]
+    assert [figure.value for figure in figures] == [0.0625, 0.03125, -0.5, 0.5, 4, 0.25, 0.125, 7]
 
 
 BOOK = ObjectiveBook(Objectives(ttft_ms=500, tpot_ms=200))

@@ -59,12 +59,13 @@ def test_who_may_change_adapters(setting: str, keys: str, expected: bool) -> Non
 async def test_adapters_of_the_last_workers_can_be_asked_for_while_there_are_none() -> None:
     has_a = SimpleNamespace(last=SimpleNamespace(info=worker_pb2.WorkerInfo(), adapters=frozenset({A})), current=True)
     has_a.last.info.identity.model = "m"
-    fleet = SimpleNamespace(workers={"w": has_a}, serves=lambda model: bool(fleet.workers))
+    workers = {"w": has_a}
+    fleet = SimpleNamespace(workers=workers, serves=lambda model: bool(workers))
     wanted = WantedAdapters("", "default")
     adapters = FleetAdapters(cast(FleetRegistry, fleet), wanted, may_change=True)
     assert adapters.find("b", ["m"]) is None
     adapters._remember()
-    fleet.workers.clear()
+    workers.clear()
     adapters._remember()
     assert adapters.find("a", ["m"]) == ("m", A) and adapters.names(["m"]) == [("m", "a")]
     assert adapters.find("a", ["other"]) is None and adapters.find("b", ["m"]) is None
