@@ -76,6 +76,7 @@ async def test_a_collector_on_the_wire_says_the_same_of_the_same_routers() -> No
         for number, all_told in enumerate(watched.told):
             for router, told in zip(routers, all_told, strict=True):
                 router.status = mesh_pb2.GetStatusResponse(epoch=router.status.epoch, traffic=[told])
+            routers[0].status.num_inflight = watched.traffic[number - 1].num_open if number else 0
             await collector.look(PERIOD_S * number)
             assert not collector.problems
             heard.append(collector.traffic(PERIOD_S * number, QUANTILE))
