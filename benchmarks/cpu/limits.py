@@ -11,13 +11,15 @@ from pathlib import Path
 from pdmesh.engine.kernels.cpu import library
 
 READ, INT8, BF16 = "read bandwidth, all threads", "int8 product peak", "bf16 product peak"
+INT4 = "int4 product peak"
 # How each limit is measured; in turn with the contestants, so that a machine's moods touch all alike.
 LIMIT_CASES: Mapping[str, Callable[[], float]] = {
     READ: library.read_bandwidth_gb_s,
     INT8: library.int8_peak_gop_s,
+    INT4: library.int4_peak_gop_s,
     BF16: library.bf16_peak_gflop_s,
 }
-UNITS = {READ: "GB/s", INT8: "GOP/s", BF16: "GFLOP/s"}
+UNITS = {READ: "GB/s", INT8: "GOP/s", INT4: "GOP/s", BF16: "GFLOP/s"}
 _KV_BYTES_PER_NUMBER = 2
 
 
@@ -87,16 +89,20 @@ class MachineLimits:
     bytes_s: float
     int8_operations_s: float
     bf16_operations_s: float
+    int4_operations_s: float | None = None  # of integers alone; None: as int8
 
     @staticmethod
     def of(medians: Mapping[str, float]) -> MachineLimits | None:
         """Return them; None where the machine could not be measured, since there is no compiler for the kernels."""
         if not {READ, INT8, BF16} <= medians.keys():
             return None
-        return MachineLimits(medians[READ] * 1e9, medians[INT8] * 1e9, medians[BF16] * 1e9)
+        int4 = medians.get(INT4, medians[INT8])
+        return MachineLimits(medians[READ] * 1e9, medians[INT8] * 1e9, medians[BF16] * 1e9, int4 * 1e9)
 
     def peak(self, bytes_per_weight: float) -> float:
-        """Return the peak for weights so wide: a byte or less can be multiplied as int8."""
+        """Return the peak for weights so wide."""
+        if bytes_per_weight < 1 and self.int4_operations_s is not None:
+            return self.int4_operations_s
         return self.int8_operations_s if bytes_per_weight < 2 else self.bf16_operations_s
 
     def decode_speed(

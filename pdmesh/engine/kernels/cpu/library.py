@@ -258,7 +258,7 @@ def gather(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 GIB = 2**30
-_KINDS = {"int8": 0, "bfloat16": 1, "float32": 2}
+_KINDS = {"int8": 0, "bfloat16": 1, "float32": 2, "int4": 3}
 
 
 def read_bandwidth_gb_s(num_threads: int = 0, *, num_bytes: int = GIB, repeats: int = 8) -> float:
@@ -270,8 +270,8 @@ def read_bandwidth_gb_s(num_threads: int = 0, *, num_bytes: int = GIB, repeats: 
 
 
 def product_peak_gop_s(kind: str, num_threads: int = 0, *, repeats: int = 20) -> float:
-    """Return 10^9 operations a second (a multiplication and an addition are two) of products from registers; `kind`: int8,
-    bfloat16 or float32. Raises KeyError for another."""
+    """Return 10^9 operations a second (a multiplication and an addition are two) of products by the kernels' inner
+    loops on what the first cache holds; `kind`: int4 (without scales), int8, bfloat16 or float32. Raises KeyError for another."""
     rate: float = shared_library().pdmesh_product_peak(_KINDS[kind], _threads(num_threads), repeats)
     return rate / 1e9
 
@@ -279,6 +279,11 @@ def product_peak_gop_s(kind: str, num_threads: int = 0, *, repeats: int = 20) ->
 def int8_peak_gop_s(num_threads: int = 0) -> float:
     """Return the peak of int8 products, in 10^9 operations a second."""
     return product_peak_gop_s("int8", num_threads)
+
+
+def int4_peak_gop_s(num_threads: int = 0) -> float:
+    """Return the peak of int4 products, in 10^9 operations a second."""
+    return product_peak_gop_s("int4", num_threads)
 
 
 def bf16_peak_gflop_s(num_threads: int = 0) -> float:

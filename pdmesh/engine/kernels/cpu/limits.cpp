@@ -1,10 +1,13 @@
-// What the machine can do at most, measured with the same instructions as the kernels: read bandwidth and product peaks.
+// What the machine can do at most, measured with the kernels' own inner loops on what the first cache holds: read bandwidth and
+// product peaks.
 #include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <algorithm>
 #include <vector>
 
+#include "gemm.h"
+#include "panels.h"
 #include "parallel.h"
 #include "simd.h"
 #include "tiles.h"
@@ -16,27 +19,90 @@ double seconds() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// Adds products of registers, with what a kernel must do beside (a broadcast for four of them), `rounds` times.
-template <class Acc, class Load, class Dot>
-void dots(int rounds, Acc zero, Load load, Dot dot, volatile float* sink) {
-    alignas(64) static int32_t numbers[64] = {};
-    Acc acc[24];
-    for (auto& a : acc) a = zero;
-    const auto weights = load(numbers);
+// Rows and panels that stay in a core's first cache, also where two threads share it. They are zeros, which the compiler does not
+// know: it would compute equal products once.
+constexpr int kUnits = 32, kMostRows = 6, kMostPanels = 4;
+struct alignas(64) Resident {
+    uint8_t weights[kMostPanels][kUnits * kUnit] = {};
+    uint8_t rows[kMostRows][kUnits * 8] = {};
+};
+Resident resident;
+volatile float sink;
+
+[[gnu::always_inline]] inline float total(I acc) { return f_sum(f_from(acc)); }
+[[gnu::always_inline]] inline float total(F acc) { return f_sum(acc); }
+
+// The kernels' own inner loop over MR rows and NR panels, and how many operations that is; 0 for a tile that has no room in
+// registers. `add` adds all units of the panels to the sums.
+template <class Acc, int MR, int NR, class Zero, class Add>
+double run_tile(int rounds, double operations, const Zero& zero, const Add& add) {
+    Acc acc[MR][NR];
+    const uint8_t* w[NR];
+    for (auto& row : acc)
+        for (auto& each : row) each = zero();
+    for (int j = 0; j < NR; j++) w[j] = resident.weights[j];
     for (int round = 0; round < rounds; round++) {
-#pragma GCC unroll 6
-        for (int i = 0; i < 6; i++) {
-            const I x = i_broadcast(numbers + (i + round) % 32);
-#pragma GCC unroll 4
-            for (int j = 0; j < 4; j++) acc[i * 4 + j] = dot(acc[i * 4 + j], weights, x);
-        }
+        asm volatile("" ::: "memory");
+        add(w, acc);
     }
-    float total = 0;
-    for (const auto& a : acc) {
-        if constexpr (std::is_same_v<Acc, I>) total += f_sum(f_from(a));
-        else total += f_sum(a);
+    float sum = 0;
+    for (const auto& row : acc)
+        for (const auto& each : row) sum += total(each);
+    sink = sum;
+    return operations * rounds * kUnits * MR * NR;
+}
+
+template <class Dot, int MR, int NR>
+double dots(int rounds, double operations) {
+    if constexpr (!Dot::kRoom.fits(MR, NR)) return 0;
+    else
+        return run_tile<typename Dot::Acc, MR, NR>(rounds, operations, [] { return Dot::zero(); }, [](const uint8_t* const(&w)[NR], auto& acc) {
+            tile<Dot, MR, NR>(resident.rows[0], sizeof resident.rows[0], w, kUnits, nullptr, acc);
+        });
+}
+
+// int4 within groups, without what scales add: integers of kNibbleSteps units at a time.
+template <int MR, int NR>
+double nibbles(int rounds) {
+    if constexpr (!kNibbleRoom.fits(MR, NR)) return 0;
+    else
+        return run_tile<I, MR, NR>(rounds, 256, [] { return i_zero(); }, [](const uint8_t* const(&w)[NR], I(&acc)[MR][NR]) {
+            constexpr int at_once = std::min(kUnits, kNibbleSteps);
+            for (int first = 0; first < kUnits; first += at_once) {
+                I part[MR][NR];
+#pragma GCC unroll 8
+                for (int i = 0; i < MR; i++)
+#pragma GCC unroll 8
+                    for (int j = 0; j < NR; j++) part[i][j] = i_zero();
+                add_nibbles<MR, NR>(resident.rows[0] + first * 8, sizeof resident.rows[0], w, first, first + at_once, 0, 0, part);
+#pragma GCC unroll 8
+                for (int i = 0; i < MR; i++)
+#pragma GCC unroll 8
+                    for (int j = 0; j < NR; j++) acc[i][j] = i_add_nibbles(acc[i][j], part[i][j]);
+            }
+        });
+}
+
+// Every tile that the kernels use for some number of rows; which is the fastest depends on the processor.
+constexpr int kShapes = 5;
+template <class Dot>
+double dots_of(int shape, int rounds, double operations) {
+    switch (shape) {
+        case 0: return dots<Dot, 6, 4>(rounds, operations);
+        case 1: return dots<Dot, 6, 1>(rounds, operations);
+        case 2: return dots<Dot, 4, 1>(rounds, operations);
+        case 3: return dots<Dot, 2, 2>(rounds, operations);
+        default: return dots<Dot, 1, 4>(rounds, operations);
     }
-    *sink = total;
+}
+double nibbles_of(int shape, int rounds) {
+    switch (shape) {
+        case 0: return nibbles<6, 4>(rounds);
+        case 1: return nibbles<6, 1>(rounds);
+        case 2: return nibbles<4, 1>(rounds);
+        case 3: return nibbles<2, 2>(rounds);
+        default: return nibbles<1, 4>(rounds);
+    }
 }
 
 #if defined(PDMESH_ISA_AMX)
@@ -66,13 +132,12 @@ void tile_dots(int rounds) {
 #endif
 
 // One thread's products, and how many operations those are.
-double work(int kind) {
-    constexpr int rounds = 100000, vectors = 24;
-    volatile float sink;
+double work(int kind, int shape) {
+    constexpr int rounds = 20000;
 #if defined(PDMESH_ISA_AMX)
-    constexpr int tile_rounds = rounds / 4;
+    constexpr int tile_rounds = rounds;
     constexpr double tile_operations = 4.0 * kTileHeight * 16 * 64 * 2;  // of bytes
-    if (kind == 0) {
+    if (kind == 0 || kind == 3) {
         tile_dots<true>(tile_rounds);
         return tile_rounds * tile_operations;
     }
@@ -81,11 +146,10 @@ double work(int kind) {
         return tile_rounds * tile_operations / 2;
     }
 #endif
-    const auto load = [](const void* p) { return i_load(p); };
-    if (kind == 0) dots(rounds, i_zero(), [](const void* p) { return i_weights(p); }, [](I acc, const auto& w, I a) { return dot_weights(acc, w, a); }, &sink);
-    else if (kind == 1) dots(rounds, f_zero(), load, [](F acc, I w, I a) { return dot_bf16(acc, w, a); }, &sink);
-    else dots(rounds, f_zero(), load, [](F acc, I w, I a) { return f_fma(f_bits(w), f_bits(a), acc); }, &sink);
-    return static_cast<double>(rounds) * vectors * (kind == 0 ? 128 : kind == 1 ? 64 : 32);
+    if (kind == 0) return dots_of<DotInt8>(shape, rounds, 128);
+    if (kind == 1) return dots_of<DotBFloat16>(shape, rounds, 64);
+    if (kind == 2) return dots_of<DotFloat32>(shape, rounds, 32);
+    return nibbles_of(shape, rounds);
 }
 
 }  // namespace
@@ -121,15 +185,15 @@ double pdmesh_read_bandwidth(const uint8_t* data, int64_t num_bytes, int32_t num
     return best;
 }
 
-// Operations (a multiplication and an addition are two) per second of all threads; kind 0: int8, 1: bf16, 2: float32. On matrix tiles
-// where the kernels' products are.
+// Operations (a multiplication and an addition are two) per second of all threads; kind 0: int8, 1: bf16, 2: float32, 3: int4. On
+// matrix tiles where the kernels' products are.
 double pdmesh_product_peak(int32_t kind, int32_t num_threads, int32_t repeats) {
     Team team(num_threads, 1000);
     double best = 0;
-    for (int32_t i = 0; i < repeats; i++) {
+    for (int32_t i = 0; i < repeats * kShapes; i++) {
         std::atomic<int64_t> operations = 0;
         const double start = seconds();
-        team.run([&](int) { operations += static_cast<int64_t>(work(kind)); });
+        team.run([&](int) { operations += static_cast<int64_t>(work(kind, i % kShapes)); });
         best = std::max(best, operations / (seconds() - start));
     }
     return best;

@@ -425,7 +425,7 @@ class Engine {
 
     // For pushes that send KV while the step still runs.
     void tell_layer_done(int index) const {
-        std::atomic_ref<int32_t>(*step_->layers_done).store(index + 1, std::memory_order_release);
+        __atomic_store_n(step_->layers_done, index + 1, __ATOMIC_RELEASE);  // libc++ has atomic_ref since LLVM 19 alone
         if (step_->signal_fd < 0 || ((index + 1) % step_->signal_every && index + 1 < model_.num_layers)) return;
         const char byte = 0;
         if (write(step_->signal_fd, &byte, 1) < 0) return;  // full: then its reader is awake as well

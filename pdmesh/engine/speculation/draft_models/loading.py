@@ -41,7 +41,9 @@ def draft_config(config: EngineConfig, target: ModelConfig) -> EngineConfig:
     """Return the config of a draft model, from that of the target's engine. A step of it computes some missing tokens, and of
     each sequence the last token and the draft tokens ahead of it."""
     num_tokens = CATCH_UP_TOKENS + config.max_num_seqs * config.max_draft_tokens
-    return replace(config, max_context=effective_max_context(config, target), max_num_batched_tokens=num_tokens)
+    most = effective_max_context(config, target)
+    # The process is in its host's table of cores once, with the target's threads; the draft computes between their steps.
+    return replace(config, max_context=most, max_num_batched_tokens=num_tokens, core_table="")
 
 
 def load_draft_model(path: str, config: EngineConfig, target: ModelConfig) -> LoadedModel:

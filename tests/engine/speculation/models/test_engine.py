@@ -186,3 +186,24 @@ def test_by_name(models: Models, speculation: str, names: list[str]) -> None:
     by_proposer = engine.speculator.tally.stats().by_proposer
     assert set(by_proposer) <= set(names)
     assert sum(sum(counts.verified) for counts in by_proposer.values()) > 40
+
+
+def test_a_draft_model_is_no_second_member_of_the_table_of_cores(tmp_path: Path) -> None:
+    """Workers of one machine lend each other cores by default: the process joins once, for the target."""
+    folder = str(make_tiny_model(tmp_path / "model", "llama"))
+    config = EngineConfig(
+        model=folder,
+        backend="native",
+        dtype="float32",
+        num_threads=1,
+        num_blocks=64,
+        max_context=512,
+        speculation="draft_model",
+        draft_model=folder,
+        core_table=str(tmp_path / "cores"),
+    )
+    loaded = load_model(config)
+    engine = open_engine(config, loaded)
+    expected = answers(engine_of(loaded), varied_requests())
+    assert answers(engine, varied_requests()) == expected
+    assert engine.speculator is not None and sum(engine.speculator.tally.stats().by_proposer["draft_model"].verified) > 0
