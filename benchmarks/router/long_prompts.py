@@ -98,7 +98,7 @@ def _sources(least: int) -> Iterator[str]:
 
 
 def _stage_figures(label: str, tokenizer: Tokenizer, texts: Sequence[str]) -> list[Figure]:
-    tokenizer.long_texts.prepare(wait=True)
+    tokenizer.long_texts.prepare()
     fleet = _Fleet(tokenizer)
     for text in texts:
         fleet.route(text)

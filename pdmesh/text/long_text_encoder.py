@@ -7,8 +7,8 @@ time of the `tokenizers` library.
     it gives other tokens for the probes                            never used; a warning names the first that differs
     it fails at a text (a limit of its regular expressions)         that text, and all later ones, by the reference
 
-It is made in a thread of its own when the first long text comes, since that takes a second for a large vocabulary; until then,
-and for that text, the reference encodes.
+It is made by the call with the first long text, which takes up to a second longer for a large vocabulary; the reference encodes
+what other threads bring meanwhile.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class LongTextEncoder:
         self._make = partial(make_encoder, tokenizer_json, added_texts, reference)
         self._reference = reference
         self._encoder: Encoder | None = None
-        self._making: threading.Thread | None = None
+        self._is_made = False
         self._lock = threading.Lock()
 
     @property
@@ -78,10 +78,9 @@ class LongTextEncoder:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return the token ids. Raises what the reference raises."""
+        self.prepare()
         encoder = self._encoder
-        if encoder is None:
-            self.prepare()
-        else:
+        if encoder is not None:
             try:
                 return list(encoder.encode(text, add_special_tokens=add_special_tokens).ids)
             except UnicodeEncodeError:
@@ -93,17 +92,15 @@ class LongTextEncoder:
                 logger.exception("fastokens failed at a text of %d characters; tokenizers takes its place", len(text))
         return self._reference(text, add_special_tokens)
 
-    def prepare(self, *, wait: bool = False) -> None:
-        """Begin to make the fast encoder, once in this object's life. `wait` until it is there, or cannot be."""
-        with self._lock:
-            if self._making is None:
-                self._making = threading.Thread(target=self._run, name="make long text encoder", daemon=True)
-                self._making.start()
-        if wait:
-            self._making.join()
-
-    def _run(self) -> None:
-        self._encoder = self._make()
+    def prepare(self) -> None:
+        """Make the fast encoder, once in this object's life. Returns at once while another thread does."""
+        if self._is_made or not self._lock.acquire(blocking=False):
+            return
+        try:
+            if not self._is_made:
+                self._encoder, self._is_made = self._make(), True
+        finally:
+            self._lock.release()
 
 
 def make_encoder(tokenizer_json: Callable[[], str], added_texts: Sequence[str], reference: Encode) -> Encoder | None:

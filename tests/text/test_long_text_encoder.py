@@ -73,7 +73,7 @@ def pair(name: str) -> tuple[LongTextEncoder, Callable[[str, bool], list[int]]]:
 
     special = [token.content for token in backend.get_added_tokens_decoder().values()]
     encoder = LongTextEncoder(backend.to_str, special, reference)
-    encoder.prepare(wait=True)
+    encoder.prepare()
     return encoder, reference
 
 
@@ -113,7 +113,7 @@ def test_real_tokenizers_are_encoded_fast_and_alike(model: SimpleNamespace) -> N
     if not is_complete(folder, model.sha256):
         pytest.skip(f"{model.name} is not in the cache")
     tokenizer = Tokenizer.load(folder)
-    tokenizer.long_texts.prepare(wait=True)
+    tokenizer.long_texts.prepare()
     assert tokenizer.long_texts.is_fast
     source = json.__doc__ or ""
     for text in (*probes(list(tokenizer.special_tokens)), source * 20):
@@ -138,13 +138,13 @@ def test_many_threads_get_the_same_tokens() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
-    tokenizer.long_texts.prepare(wait=True)
+    tokenizer.long_texts.prepare()
     assert tokenizer.encode_detached(text) == expected
 
 
 def test_half_a_surrogate_pair_is_refused_by_the_reference() -> None:
     tokenizer = make_tokenizer("byte_level")
-    tokenizer.long_texts.prepare(wait=True)
+    tokenizer.long_texts.prepare()
     with pytest.raises(ValueError, match="Unicode"):
         tokenizer.encode_detached("\ud800")
     assert tokenizer.long_texts.is_fast
@@ -192,7 +192,7 @@ def test_a_tokenizer_that_cannot_be_read_is_encoded_by_the_reference(
 def test_without_the_library_the_reference_encodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fastokens", None)
     tokenizer = make_tokenizer("byte_level")
-    tokenizer.long_texts.prepare(wait=True)
+    tokenizer.long_texts.prepare()
     assert not tokenizer.long_texts.is_fast
     assert tokenizer.encode_detached("the dog") == tokenizer.encode("the dog")
 
@@ -200,7 +200,7 @@ def test_without_the_library_the_reference_encodes(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("error", [RuntimeError("match limit"), Panic("index out of bounds")])
 def test_a_text_at_which_it_fails_is_encoded_by_the_reference(error: BaseException, caplog: pytest.LogCaptureFixture) -> None:
     encoder = LongTextEncoder(byte_level_backend().to_str, (), _bytes)
-    encoder.prepare(wait=True)
+    encoder.prepare()
     encoder._encoder = Stub(error)
     assert encoder.encode("abc", add_special_tokens=False) == [97, 98, 99]
     assert not encoder.is_fast
