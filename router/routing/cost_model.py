@@ -358,12 +358,12 @@ MIN_STRETCH, MAX_STRETCH = 0.8, 4.0
 STRETCH_STEP = 0.03
 """Largest change by one request: so the value follows the median, which few requests beside a long prompt do not shift."""
 
-FEW_ROWS, MANY_ROWS, NUM_CROWDS = 2, 6, 4
+FEW_ROWS, MANY_ROWS, NUM_LOAD_CLASSES = 2, 6, 4
 
 _Key = tuple[str | None, str]
 
 
-def crowd(decode: WorkerSnapshot) -> int:
+def load_class(decode: WorkerSnapshot) -> int:
     """Return the class of a worker by the sequences that decode there or soon will: beside few of them more come than end while
     a request runs, beside many more end than come."""
     rows = decode.num_decoding + decode.num_starting + decode.dispatched_decodes
@@ -371,12 +371,12 @@ def crowd(decode: WorkerSnapshot) -> int:
 
 
 class Overheads:
-    """Keep moving means by the hosts of a pair, LOCAL apart from REMOTE; stretches by the decode worker's host, and by `crowd`
-    once that is known. `_cached`: by decode host, then by crowd and prefill host."""
+    """Keep moving means by the hosts of a pair, LOCAL apart from REMOTE; stretches by the decode worker's host, and by its
+    load class once that is known. `_cached`: by decode host, then by load class and prefill host."""
 
     def __init__(self) -> None:
         self._pairs: OrderedDict[_Key, tuple[Overhead, int]] = OrderedDict()
-        self._stretches: OrderedDict[str, list[float | None]] = OrderedDict()  # by crowd; the last is that of all
+        self._stretches: OrderedDict[str, list[float | None]] = OrderedDict()  # by load class; the last is that of all
         self._cached: dict[str, dict[tuple[int, str | None], Overhead]] = {}
 
     def between(self, prefill: WorkerSnapshot | None, decode: WorkerSnapshot) -> Overhead:
@@ -385,7 +385,7 @@ class Overheads:
         cached = self._cached.get(host)
         if cached is None:
             cached = self._new_cache(host)
-        key = (crowd(decode), other)
+        key = (load_class(decode), other)
         known = cached.get(key)
         if known is None:
             known = cached[key] = self._look_up(other, host, key[0])
@@ -396,9 +396,9 @@ class Overheads:
         when the request was placed."""
         if steps_tpot_s <= 0:
             return
-        stretches, seen = self._stretches.setdefault(decode.host_id, [None] * (NUM_CROWDS + 1)), seen_tpot_s / steps_tpot_s
-        for place in (crowd(decode), NUM_CROWDS):
-            stretches[place] = _followed(stretches[place] or stretches[NUM_CROWDS] or 1.0, seen)
+        stretches, seen = self._stretches.setdefault(decode.host_id, [None] * (NUM_LOAD_CLASSES + 1)), seen_tpot_s / steps_tpot_s
+        for place in (load_class(decode), NUM_LOAD_CLASSES):
+            stretches[place] = _followed(stretches[place] or stretches[NUM_LOAD_CLASSES] or 1.0, seen)
         self._stretches.move_to_end(decode.host_id)
         self._cached.pop(decode.host_id, None)
         if len(self._stretches) > MAX_PAIRS:
@@ -422,7 +422,7 @@ class Overheads:
         """Return the overhead between two hosts."""
         known, stretches = self._pairs.get((prefill, decode)), self._stretches.get(decode)
         over = known[0] if known is not None else _unknown(prefill)
-        stretch = None if stretches is None else stretches[place] or stretches[NUM_CROWDS]
+        stretch = None if stretches is None else stretches[place] or stretches[NUM_LOAD_CLASSES]
         return over if stretch is None else Overhead(over.before_s, over.after_s, stretch)
 
     def _new_cache(self, host: str) -> dict[tuple[int, str | None], Overhead]:

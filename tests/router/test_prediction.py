@@ -123,8 +123,8 @@ def _predicted(
     return predict(at.prompt_side(400, 0, 0.0), at.output_side(400, 0, 1, 64.0, 0.0), over, 64.0, goals)
 
 
-def test_the_stretch_differs_by_the_crowd_at_placement() -> None:
-    """Beside few sequences more come than end while a request runs; a crowd that was not seen yet has the stretch of all."""
+def test_the_stretch_differs_by_the_load_at_placement() -> None:
+    """Beside few sequences more come than end while a request runs; a load that was not seen yet has the stretch of all."""
     overheads, idle, full = Overheads(), worker("d0"), worker("d0", num_decoding=9)
     for _ in range(60):
         overheads.observe_tpot(idle, 0.010, 0.016)
