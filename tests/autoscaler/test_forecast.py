@@ -175,7 +175,7 @@ def test_noise_is_remembered_for_some_cool_downs() -> None:
         return forecaster.at(2000.0).noise
 
     assert noise(forecaster_of(AutoscalerSettings()), after_calm=True) == noise(Kalman(), after_calm=True)
-    short, none = AutoscalerSettings(cool_down_s=16.0), AutoscalerSettings(cool_down_s=0.0)
+    short, none = AutoscalerSettings(cool_down_s=3.0), AutoscalerSettings(cool_down_s=0.0)
     assert noise(forecaster_of(short), after_calm=False) > 10
     assert noise(forecaster_of(short), after_calm=True) < 0.2 * noise(Kalman(), after_calm=True)
     assert noise(forecaster_of(none), after_calm=True) == noise(Kalman(noise_s=2 * 15.0), after_calm=True)

@@ -3,7 +3,7 @@
 Local linear trend (Harvey, "Forecasting, Structural Time Series Models and the Kalman Filter", 1989, §2.3). Observations may be
 unevenly spaced. Their noise is estimated from the distance of each to the line through its neighbours. An extreme outlier (a
 burst) is not noise: the filter then resets its confidence in level and slope, follows within one or two observations, and sees
-the slope of a rise while it lasts. The slope fades with the horizon.
+the slope of a rise while it lasts. Where bursts are usual, it takes a far greater one. The slope fades with the horizon.
 """
 
 import math
@@ -13,12 +13,13 @@ from pdmesh.autoscaler.forecasting.forecast import Expected, State, number
 
 LEVEL_NOISE = 0.001  # root of the level's drift per second, relative to the level
 SLOPE_NOISE = 1e-5  # root of the slope's drift per second, relative to the level per second
-SURPRISE = 6.0  # standard deviations beyond which an observation signals a change
+SURPRISE, LUMPY_SURPRISE = 6.0, 20.0  # standard deviations beyond which an observation signals a change; where bursts are usual
+LUMPY_NOISE = 25.0  # times that of independent arrivals: from here on they are
 FADE_S = 90.0  # time after which a slope counts for a third
 MOST_NOISE = 400.0  # times that of independent arrivals: an hour of code completions shows 70 to 160
 LEAST_LEVEL = 0.05
 WINDOW_S = 15.0
-NOISE_S = 300.0  # averaging time of the noise, by default
+NOISE_S = 1440.0  # averaging time of the noise, by default
 LEAST_NOISE_WINDOWS = 2.0  # least averaging time: with less, each observation would stand for all of them
 _FIELDS = ("time_s", "level", "slope", "var_level", "covar", "var_slope", "noise")
 
@@ -49,7 +50,8 @@ class Kalman:
         self._learn_noise(time_s, value, seconds)
         error, noise = value - self._level, self._noise_at(max(self._level, LEAST_LEVEL))
         expected = self._var_level + noise
-        if error * error > SURPRISE**2 * expected:
+        surprise = LUMPY_SURPRISE if self._noise > LUMPY_NOISE else SURPRISE
+        if error * error > surprise**2 * expected:
             self._forget(error)
         self._learn(error, noise)
 

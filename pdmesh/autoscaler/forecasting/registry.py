@@ -5,8 +5,9 @@ from pdmesh.autoscaler.forecasting.holt_winters import HoltWinters
 from pdmesh.autoscaler.forecasting.kalman import WINDOW_S, Kalman
 from pdmesh.autoscaler.settings import AutoscalerSettings
 
-NOISE_COOL_DOWNS = 2.5
-"""Cool-downs over which noise is averaged: with a cool-down of seconds, a burst is forgotten within minutes."""
+NOISE_COOL_DOWNS = 12.0
+"""Cool-downs over which noise is averaged: as bursts come minutes apart, the noise of fewer would come and go with each of them,
+and pods with it."""
 
 
 def forecaster_of(settings: AutoscalerSettings, window_s: float = WINDOW_S) -> Forecaster:

@@ -8,8 +8,9 @@ One decision:
 4. Switch the roles of idle workers before asking for pods (`pool_plan.py`).
 5. Divide GPUs by their benefit if there are too few for all pools (`divide`).
 
-A pool never shrinks within a cool-down after it grew, unless settings are lowered. It may grow soon after it shrank: then the
-demand has risen by more than twice the headroom, since the remaining workers would have borne the first of them.
+A pool never shrinks within a cool-down after it grew, unless settings are lowered; beside bursty arrivals a cool-down is longer.
+It may grow soon after it shrank: then the demand has risen by more than twice the headroom, since the remaining workers would
+have borne the first of them.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,12 +21,14 @@ from pdmesh.autoscaler.forecasting.forecast import Expected, Forecaster, State
 from pdmesh.autoscaler.forecasting.registry import forecaster_of
 from pdmesh.autoscaler.policy.pool_plan import Plan, PoolMemory, plan, switch_roles
 from pdmesh.autoscaler.policy.sizing import (
+    LUMPY_COOL_DOWNS,
     Correction,
     Demand,
     Size,
     SmoothedLengths,
     Speed,
     borne_share,
+    cool_down_s,
     demand,
     pool_of,
     size,
@@ -120,8 +123,10 @@ class Policy:
         if stale is not None:
             return self._keep(snapshot, stale)
         self._learn(snapshot)
-        plans = {view.name: self._plan(_without_old_hold(view, snapshot.now_s), snapshot) for view in snapshot.pools}
-        plans, flips = switch_roles(plans, self._memories, self._settings, snapshot.now_s)
+        now_s = snapshot.now_s
+        settings = replace(self._settings, cool_down_s=cool_down_s(self._forecaster.at(now_s), self._settings))
+        plans = {view.name: self._plan(_without_old_hold(view, now_s), snapshot, settings) for view in snapshot.pools}
+        plans, flips = switch_roles(plans, self._memories, settings, now_s)
         plans = self._within_budget(plans, flips, snapshot.now_s)
         for name, planned in plans.items():
             self._memories[name].changed(snapshot.now_s, planned.num_added)
@@ -209,10 +214,10 @@ class Policy:
             for view in snapshot.pools
         )
 
-    def _plan(self, view: PoolView, snapshot: Snapshot) -> Plan:
-        settings, traffic, now_s = self._settings, snapshot.traffic, snapshot.now_s
+    def _plan(self, view: PoolView, snapshot: Snapshot, settings: AutoscalerSettings) -> Plan:
+        traffic, now_s = snapshot.traffic, snapshot.now_s
         own, memory = settings.of(view.name), self._memories[view.name]
-        asked = demand(now_s, traffic, self._forecaster, settings, own.start_s, self._goals.ttft_s)
+        asked = demand(now_s, traffic, self._forecaster, self._settings, own.start_s, self._goals.ttft_s)
         expected = self._forecaster.at(now_s + own.start_s).mean * own.start_s
         is_idle = traffic.rate_per_s == 0 and traffic.num_queued == traffic.num_open == 0 and expected < 0.5
         idle_s = memory.idle_s(now_s, is_idle)
@@ -224,7 +229,7 @@ class Policy:
             load = Load(traffic.rate_per_s, lengths, self._lengths.burstiness)
             view = _without_held_kv(view, snapshot)
             plan_size, share = self._sized(view, worker, load, asked, traffic.queue_wait_s if self._is_settled(snapshot) else 0.0)
-        memory.remember(now_s, plan_size.enough, settings.cool_down_s, settings.step_period_s)
+        memory.remember(now_s, plan_size.enough, LUMPY_COOL_DOWNS * self._settings.cool_down_s, settings.step_period_s)
         return plan(view, plan_size, cache(share), memory, settings, now_s, idle_s)
 
     def _sized(self, view: PoolView, worker: Worker, load: Load, asked: Demand, queue_wait_s: float) -> tuple[Size, Share]:

@@ -8,6 +8,7 @@ from statistics import median_low
 from typing import TypeVar
 
 from pdmesh.autoscaler.forecasting.forecast import Expected, Forecaster, State, number
+from pdmesh.autoscaler.forecasting.kalman import LUMPY_NOISE
 from pdmesh.autoscaler.settings import AutoscalerSettings, PoolSettings
 from pdmesh.autoscaler.views import Measured, PoolName, PoolView, Traffic
 from pdmesh.planning.capacity import DecodePool, Pool, PrefillPool, SharedPool, bearable, fewest
@@ -23,17 +24,19 @@ from pdmesh.planning.prompt_times import keeps_tpot
 #   backlog   = what waits beyond the usual, over the time to drain it
 #
 # Bursty arrivals (code completions come in bursts of seconds) need a pool that bears most bursts all the time: a pod that is
-# asked for when one begins serves when it is over. The forecaster learns how bursty they are.
+# asked for when one begins serves when it is over. The forecaster learns how bursty they are. Beside such a pool, a rate or a
+# queue that a usual burst explains asks for nothing more.
 
 
-SURE_SIGMAS = 2.0
-"""Standard deviations of the arrivals by which the observed rate may be too high by chance."""
+SURE_SIGMAS, SURE_LUMPY_SIGMAS = 2.0, 4.0
+"""Standard deviations of the arrivals by which the observed rate may be too high by chance; with bursts it is further off more
+often than a normal distribution says."""
 
 USUAL_QUEUE_S, USUAL_SHARE = 0.25, 0.25
 """Seconds of arrivals, or share of a TTFT objective, that always wait at routers: routers give workers no more work in advance
 than that (router/routing/cost_model.py)."""
 
-USUAL_NOISE, LUMP_SIGMAS = 4.0, 2.5
+USUAL_NOISE, LUMP_SIGMAS = 4.0, 2.0
 """With more noise than USUAL_NOISE (1: independent arrivals), LUMP_SIGMAS standard deviations are borne at any time."""
 
 ABSORBED = 2.0
@@ -67,12 +70,24 @@ def demand(
     expected = max([moment.mean + settings.forecast_sigmas * moment.spread + _lumps(moment, evened_s) for moment in moments])
     after = forecaster.at(now_s + start_s + settings.cool_down_s)
     later = after.mean + _lumps(after, evened_s)
-    sure = max(0.0, rate - SURE_SIGMAS * math.sqrt(max(1.0, after.noise) * rate / window_s))
-    unusual = max(0.0, traffic.num_queued - max(USUAL_QUEUE_S, USUAL_SHARE * (ttft_s or 0.0)) * rate - 1)
+    sigmas = SURE_LUMPY_SIGMAS if after.noise > LUMPY_NOISE else SURE_SIGMAS
+    sure = max(0.0, rate - sigmas * math.sqrt(max(1.0, after.noise) * rate / window_s))
+    usual = max(USUAL_QUEUE_S, USUAL_SHARE * (ttft_s or 0.0)) * rate + 1 + _lumps(moments[0], evened_s) * evened_s
+    unusual = max(0.0, traffic.num_queued - usual)
     return Demand(rate, expected, sure, unusual / settings.drain_s, later)
 
 
+LUMPY_COOL_DOWNS = 2.5
+"""Cool-downs that a pool takes beside bursts before it shrinks: those minutes apart tell more of it than one of them does."""
+
+
+def cool_down_s(moment: Expected, settings: AutoscalerSettings) -> float:
+    """Return the cool-down at present."""
+    return settings.cool_down_s * (LUMPY_COOL_DOWNS if moment.noise > LUMPY_NOISE else 1.0)
+
+
 def _lumps(moment: Expected, evened_s: float) -> float:
+    """Return by how much the rate over so many seconds may exceed the mean in a burst, requests a second."""
     return LUMP_SIGMAS * math.sqrt(max(0.0, moment.noise - USUAL_NOISE) * moment.mean / evened_s)
 
 
