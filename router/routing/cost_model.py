@@ -355,8 +355,9 @@ LEAST_S = 1e-3
 MAX_PAIRS = 4096
 
 MIN_STRETCH, MAX_STRETCH = 0.8, 4.0
-STRETCH_STEP = 0.03
-"""Largest change by one request: so the value follows the median, which few requests beside a long prompt do not shift."""
+STRETCH_STEP, FIRST_STRETCH_STEP = 0.03, 0.5
+"""Largest change by one request: so the value follows the median, which few requests beside a long prompt do not shift. The first
+requests of a load may change it by the latter over their number, so that a few of them are enough to know a machine."""
 
 FEW_ROWS, MANY_ROWS, NUM_LOAD_CLASSES = 2, 6, 4
 
@@ -370,13 +371,26 @@ def load_class(decode: WorkerSnapshot) -> int:
     return 0 if rows <= 0 else 1 if rows <= FEW_ROWS else 2 if rows <= MANY_ROWS else 3
 
 
+class Stretch(NamedTuple):
+    """Hold the middle of what was seen, and of how many requests."""
+
+    value: float
+    num_seen: int
+
+    def followed(self, seen: float) -> "Stretch":
+        """Return it with one request more."""
+        step = max(STRETCH_STEP, FIRST_STRETCH_STEP / (self.num_seen + 1))
+        value = self.value + min(step, max(-step, seen - self.value))
+        return Stretch(min(MAX_STRETCH, max(MIN_STRETCH, value)), self.num_seen + 1)
+
+
 class Overheads:
     """Keep moving means by the hosts of a pair, LOCAL apart from REMOTE; stretches by the decode worker's host, and by its
     load class once that is known. `_cached`: by decode host, then by load class and prefill host."""
 
     def __init__(self) -> None:
         self._pairs: OrderedDict[_Key, tuple[Overhead, int]] = OrderedDict()
-        self._stretches: OrderedDict[str, list[float | None]] = OrderedDict()  # by load class; the last is that of all
+        self._stretches: OrderedDict[str, list[Stretch]] = OrderedDict()  # by load class; the last is that of all
         self._cached: dict[str, dict[tuple[int, str | None], Overhead]] = {}
 
     def between(self, prefill: WorkerSnapshot | None, decode: WorkerSnapshot) -> Overhead:
@@ -396,9 +410,12 @@ class Overheads:
         when the request was placed."""
         if steps_tpot_s <= 0:
             return
-        stretches, seen = self._stretches.setdefault(decode.host_id, [None] * (NUM_LOAD_CLASSES + 1)), seen_tpot_s / steps_tpot_s
-        for place in (load_class(decode), NUM_LOAD_CLASSES):
-            stretches[place] = _followed(stretches[place] or stretches[NUM_LOAD_CLASSES] or 1.0, seen)
+        stretches = self._stretches.setdefault(decode.host_id, [Stretch(1.0, 0)] * (NUM_LOAD_CLASSES + 1))
+        place, seen = load_class(decode), seen_tpot_s / steps_tpot_s
+        if not stretches[place].num_seen:
+            stretches[place] = Stretch(stretches[NUM_LOAD_CLASSES].value, 0)
+        for each in (place, NUM_LOAD_CLASSES):
+            stretches[each] = stretches[each].followed(seen)
         self._stretches.move_to_end(decode.host_id)
         self._cached.pop(decode.host_id, None)
         if len(self._stretches) > MAX_PAIRS:
@@ -422,8 +439,10 @@ class Overheads:
         """Return the overhead between two hosts."""
         known, stretches = self._pairs.get((prefill, decode)), self._stretches.get(decode)
         over = known[0] if known is not None else _unknown(prefill)
-        stretch = None if stretches is None else stretches[place] or stretches[NUM_LOAD_CLASSES]
-        return over if stretch is None else Overhead(over.before_s, over.after_s, stretch)
+        if stretches is None:
+            return over
+        stretch = stretches[place] if stretches[place].num_seen else stretches[NUM_LOAD_CLASSES]
+        return Overhead(over.before_s, over.after_s, stretch.value)
 
     def _new_cache(self, host: str) -> dict[tuple[int, str | None], Overhead]:
         """Return an empty cache for this decode host: until a request ends, decisions ask for the same dozens of pairs."""
@@ -431,11 +450,6 @@ class Overheads:
             self._cached.clear()
         cached = self._cached[host] = {}
         return cached
-
-
-def _followed(known: float, seen: float) -> float:
-    stretch = known + min(STRETCH_STEP, max(-STRETCH_STEP, seen - known))
-    return min(MAX_STRETCH, max(MIN_STRETCH, stretch))
 
 
 def _moved(known: float, seen: float, weight: float) -> float:

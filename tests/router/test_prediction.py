@@ -138,6 +138,18 @@ def test_the_stretch_differs_by_the_load_at_placement() -> None:
     assert overheads.between(None, starting).stretch == overheads.between(None, full).stretch
 
 
+def test_a_few_requests_are_enough_to_know_a_machine_and_one_is_not() -> None:
+    overheads, here = Overheads(), worker("d0")
+    overheads.observe_tpot(here, 0.010, 9.0)
+    assert overheads.between(None, here).stretch == pytest.approx(1.5), "one that a long prompt slowed says little"
+    for _ in range(4):
+        overheads.observe_tpot(here, 0.010, 0.02)
+    assert overheads.between(None, here).stretch == pytest.approx(2.0), "seen in four of five"
+    full = worker("d0", num_decoding=9)
+    overheads.observe_tpot(full, 0.010, 0.02)
+    assert overheads.between(None, full).stretch == pytest.approx(2.0), "another load begins with what is known of all"
+
+
 def test_the_stretch_follows_the_middle_by_host() -> None:
     overheads, here, there = Overheads(), worker("d0"), worker("d1", host_id="there")
     assert overheads.between(None, here).stretch == 1.0
