@@ -74,10 +74,11 @@ SUITE = CpuSuite("cpu", (*PARTS, *_OWN))
 def parse_args(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """Return the arguments and the chosen parts; `peers` None: all of them."""
     parser = SUITE.parser(__doc__, fresh="forget what a run that was cut off has measured")
-    parser.add_argument("--rounds", type=int, default=Plan.rounds, help="of which the medians are taken (default: %(default)s)")
+    rounds_help = f"of which the medians are taken, however long they last (default: up to {Plan.rounds}, while there is time)"
+    parser.add_argument("--rounds", type=int, help=rounds_help)
     parser.add_argument("--peers", help="parts of names, separated by commas; none: only our own engine (default: all)")
     args = parser.parse_args(argv)
-    if args.rounds < 1:
+    if args.rounds is not None and args.rounds < 1:
         parser.error(f"--rounds: {args.rounds} is less than 1; give at least 1")
     args.is_printed = bool(args.peers or args.quick)
     if args.peers:

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-from benchmarks.cpu.cases import ANSWER, Case, Measured, Plan, Prompts, TextPrompts, behind, cases_of
+from benchmarks.cpu.cases import ANSWER, Case, Measured, Plan, Prefill, Prompts, TextPrompts, behind, cases_of
 from benchmarks.cpu.limits import LIMIT_CASES
 from benchmarks.harness import PLAIN, say
 from benchmarks.peers.environments import Contestant, PeerError, ensure_environment, peers_folder
@@ -192,8 +192,16 @@ class Contest:
             return False
         if seat.contestant.is_ours:
             return True
+        shortest = Prefill(min(self.plan.prefills, default=0))
+        if isinstance(case, Prefill) and self._is_behind(seat, shortest, measured) and name not in measured.samples:
+            slow = f"behind {CONTENDER_SHARE:.0%} of the fastest one's speed at {shortest.length} tokens"
+            measured.failures[name] = f"not asked: {slow}"
+            return False
+        return not self._is_behind(seat, case, measured)
+
+    def _is_behind(self, seat: Seat, case: Case, measured: Measured) -> bool:
         rivals = [case.name_of(rival.name) for rival in self.seats if self._are_rivals(seat.contestant, rival.contestant)]
-        return not behind(name, rivals, measured.medians, CONTENDER_SHARE)
+        return behind(case.name_of(seat.name), rivals, measured.medians, CONTENDER_SHARE)
 
     def _are_rivals(self, one: Contestant, other: Contestant) -> bool:
         """Large models are compared by their bits."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -78,9 +79,11 @@ class Found:
     notes: Mapping[str, Mapping[str, object]]
 
 
-def run(part: Part, name: str, options: Options, rounds: int, peers: Sequence[str] | None) -> Found:
-    """Measure a part. `peers`: parts of their names; None: all. A part that was cut off goes on where it was."""
-    plan = _quick(part.plan) if options.quick else replace(part.plan, rounds=rounds)
+def run(part: Part, name: str, options: Options, rounds: int | None, peers: Sequence[str] | None) -> Found:
+    """Measure a part. `rounds`: so many, however long they last; None: those of its plan. `peers`: parts of their names; None:
+    all. A part that was cut off goes on where it was."""
+    plan = part.plan if rounds is None else replace(part.plan, rounds=rounds, limit_s=math.inf)
+    plan = _quick(plan) if options.quick else plan
     kept = Kept(options.folder / name)
     measured = Measured.resumed(kept)
     if measured.samples:

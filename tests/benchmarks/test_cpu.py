@@ -131,6 +131,18 @@ def test_a_peer_far_behind_is_not_asked_again() -> None:
     assert [behind(name, ["a", "b", "c"], medians, 0.7) for name in ("a", "b", "c", "d")] == [False, True, False, False]
 
 
+def test_a_peer_far_behind_at_a_short_prompt_is_not_asked_for_a_long_one(tmp_path: Path, contest: Contest) -> None:
+    contest.plan = replace(contest.plan, prefills=(8, 80))
+    slow, quick = (seat(name, tmp_path, contest) for name in ("slow", "quick"))
+    contest.seats = [slow, quick]
+    for each in contest.seats:
+        each.contestant = replace(each.contestant, environment=Environment("a peer's", ()))
+    measured = Measured(samples={"slow: prefill, 8 tokens": [4.0], "quick: prefill, 8 tokens": [10.0]})
+    assert [contest._wants(each, Prefill(80), measured, 0) for each in (slow, quick)] == [False, True]
+    assert measured.failures == {"slow: prefill, 80 tokens": "not asked: behind 50% of the fastest one's speed at 8 tokens"}
+    assert not contest._wants(slow, Prefill(8), measured, 1), "nor again for that one"
+
+
 class Echo(Seat):
     """A seat whose process is a child that echoes."""
 
@@ -196,7 +208,7 @@ def test_the_table_shows_what_is_missing() -> None:
 
 def test_only_whole_runs_are_written() -> None:
     args, names = parse_args([])
-    assert (args.is_printed, args.peers, args.rounds) == (False, None, 5)
+    assert (args.is_printed, args.peers, args.rounds) == (False, None, None)
     assert names == ["smollm2", "tinyllama", "llama1b", "llama3b", "experts", "long", "accuracy", "start", "memory"]
     args, names = parse_args(["--only", "experts", "--peers", "llama, vllm"])
     assert (args.is_printed, args.peers, names) == (True, ["llama", "vllm"], ["experts"])
