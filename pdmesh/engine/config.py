@@ -115,6 +115,10 @@ class EngineConfig:
         default="",
         metadata={"help": "native: file by which workers of a host lend each other idle cores; empty: none are lent"},
     )
+    shared_cores: int = field(
+        default=0,
+        metadata={"help": "native: cores that all workers of --core-table have together; 0: those of its present workers"},
+    )
     tensor_parallel: int = field(
         default=1, metadata={"help": "processes (on CUDA: GPUs) that share the model; not with the native backend"}
     )
@@ -130,6 +134,8 @@ class EngineConfig:
         if not self.model:
             raise ValueError("model: empty; give a model folder or a .gguf file")
         overrides.check(self.override)
+        if self.shared_cores and not self.core_table:
+            raise ValueError("shared_cores: says of how many cores core_table is; give that too, or leave this out")
         _one_of("device", self.device, DEVICES)
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("backend", self.backend, BACKENDS)
@@ -148,6 +154,7 @@ class EngineConfig:
             "kv_memory_mb",
             "max_context",
             "num_threads",
+            "shared_cores",
             "draft_length",
             "self_draft_layers",
             "max_loras",

@@ -142,13 +142,12 @@ class ProcessPlan:
 
 def worker_plans(config: LocalMeshConfig, redis_url: str, cores: Sequence[int]) -> list[ProcessPlan]:
     """Return one plan for each worker: prefill-0 …, decode-0 …, worker-0 … (both roles). `cores`: those that they may use."""
-    threads = num_threads(config, cores)
     counts = {"prefill": config.num_prefill, "decode": config.num_decode, "worker": config.num_both}
     named = [(f"{prefix}-{index}", roles) for prefix, roles in ROLES_OF_PREFIX.items() for index in range(counts[prefix])]
     sets = cpu_sets(config, cores) or [()] * len(named)
     first = config.autoscaler_metrics_port
     return [
-        _worker(config, name, roles, redis_url, threads, cpus, metrics_port=first and first + 1 + number)
+        _worker(config, name, roles, redis_url, cores, cpus, metrics_port=first and first + 1 + number)
         for number, ((name, roles), cpus) in enumerate(zip(named, sets, strict=True))
     ]
 
@@ -157,7 +156,7 @@ def worker_plan(config: LocalMeshConfig, name: str, redis_url: str, cores: Seque
     """Return the plan of an additional worker; its name begins with its roles, as those of `worker_plans` do."""
     roles = ROLES_OF_PREFIX[name.rpartition("-")[0]]
     port = None if config.metrics_port is None else 0
-    return _worker(config, name, roles, redis_url, num_threads(config, cores), (), metrics_port=port)
+    return _worker(config, name, roles, redis_url, cores, (), metrics_port=port)
 
 
 def num_threads(config: LocalMeshConfig, cores: Sequence[int]) -> int:
@@ -188,11 +187,12 @@ def _worker(
     name: str,
     roles: tuple[str, ...],
     redis_url: str,
-    threads: int,
+    cores: Sequence[int],
     cpus: tuple[int, ...],
     *,
     metrics_port: int | None,
 ) -> ProcessPlan:
+    threads = num_threads(config, cores)
     flags = {
         "--worker-id": name,
         "--roles": ",".join(roles),
@@ -206,7 +206,7 @@ def _worker(
         "--mesh": config.mesh,
         "--num-threads": str(threads),
         **({"--cpus": ",".join(map(str, cpus))} if cpus else {}),
-        **({"--core-table": config.core_table} if config.core_table else {}),
+        **_lending_flags(config, threads, len(cores)),
         "--kv-memory-share": f"{_kv_share(config):.4g}",
         "--drain-grace-s": str(config.stop_grace_s / 2 if config.drain_grace_s is None else config.drain_grace_s),
     }
@@ -215,6 +215,13 @@ def _worker(
     python = config.worker_python
     command = _command("pdmesh.worker", flags, config.worker_args, python)
     return ProcessPlan(name, roles, command, {**_environment(config, redis_url, python), **openmp})
+
+
+def _lending_flags(config: LocalMeshConfig, threads: int, num_cores: int) -> dict[str, str]:
+    """Return how a worker shares cores: those of workers that are not there (yet, or any more) included."""
+    if not config.core_table:
+        return {}
+    return {"--core-table": config.core_table, "--shared-cores": str(min(num_cores, config.num_sharing * threads))}
 
 
 def router_plans(config: LocalMeshConfig, redis_url: str) -> list[ProcessPlan]:

@@ -21,7 +21,7 @@ from pdmesh.launcher import mesh as launcher_mesh
 from pdmesh.launcher import sidecars
 from pdmesh.launcher.member import MAX_BACKOFF_S, Member, backoff_s, how_it_ended
 from pdmesh.launcher.mesh import LocalMesh
-from pdmesh.launcher.plan import LocalMeshConfig, ProcessPlan, check_packages, router_plans, with_port, worker_plans
+from pdmesh.launcher.plan import LocalMeshConfig, ProcessPlan, check_packages, router_plans, with_port, worker_plan, worker_plans
 from pdmesh.launcher.sidecars import collector_of
 from pdmesh.runtime.child import StartFailed
 from pdmesh.runtime.registry.redis_link import why_silent
@@ -85,6 +85,16 @@ def test_plans_name_workers_roles_and_share_the_cores() -> None:
 def test_threads_are_at_least_one_and_can_be_given() -> None:
     assert flag(worker_plans(LocalMeshConfig(model="m"), "", cores=[3])[0], "--num-threads") == "1"
     assert flag(worker_plans(LocalMeshConfig(model="m", num_threads=5), "", cores=[3])[0], "--num-threads") == "5"
+
+
+def test_workers_share_the_cores_of_all_that_there_may_be() -> None:
+    """Of those that are there and those that are to come, and no more than there are."""
+    shared = LocalMeshConfig(model="m", num_both=1, num_prefill=0, num_decode=0, max_workers=4, core_table="/t")
+    assert [flag(worker_plans(shared, "", cores=range(8))[0], name) for name in ("--num-threads", "--shared-cores")] == ["2", "8"]
+    assert flag(worker_plan(shared, "worker-1", "", cores=range(8)), "--shared-cores") == "8"
+    assert flag(worker_plans(shared, "", cores=range(2))[0], "--shared-cores") == "2"
+    assert flag(worker_plans(replace(shared, num_threads=1), "", cores=range(8))[0], "--shared-cores") == "4"
+    assert "--shared-cores" not in worker_plans(replace(shared, core_table=""), "", cores=range(8))[0].argv
 
 
 def test_workers_are_bound_to_disjoint_cores_where_there_are_enough() -> None:

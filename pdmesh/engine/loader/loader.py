@@ -205,7 +205,7 @@ def _load(
         return model, numeric_mode(model, config.device)
     num_threads = config.num_threads or default_threads()
     weights = _packed_weights(NativeBuilder(source, numerics, max_context), config, digest, progress)
-    cores = CoreTable(config.core_table, num_threads) if config.core_table else None
+    cores = CoreTable(config.core_table, num_threads, config.shared_cores) if config.core_table else None
     native = NativeModel(
         library, source.config, weights, block_size=config.block_size, kv_dtype=numerics.kv_dtype, num_threads=num_threads,
         cores=cores,

@@ -60,6 +60,7 @@ REFUSED: Mapping[str, str] = {
     "max_draft_tokens": _NO_DRAFTS,
     "draft_length": _NO_DRAFTS,
     "core_table": "its threads compute on its own cores alone; leave it out",
+    "shared_cores": "its threads compute on its own cores alone; leave it out",
     "expert_parallel": "its experts are split as its layers are; leave it out",
     "tensor_parallel_timeout_s": _RANKS,
 }

@@ -3,6 +3,7 @@
 // A slot stands for a core. Its owner says that it computes; while it does not, one other worker may borrow the slot. Nobody waits for
 // anybody: an owner computes whenever it wants to, and a borrower looks, leaves, and is in nobody's way for longer than one piece of
 // work takes. What a process that is stopped or killed leaves behind ends by itself: every mark is a time until which it holds.
+// Where fewer slots have an owner than the host has cores for its workers, others stand for the rest, and may be borrowed too.
 #pragma once
 
 #include <algorithm>
@@ -29,7 +30,8 @@ static_assert(std::atomic<int64_t>::is_always_lock_free && std::atomic<uint64_t>
 struct alignas(64) CoreTableHeader {
     char magic[8];
     uint32_t version;
-    std::atomic<uint32_t> num_used;  // slots behind these have never had an owner
+    std::atomic<uint32_t> num_used;    // slots behind these have never had an owner
+    std::atomic<uint32_t> num_shared;  // cores that the workers have together, whether they have an owner or not; 0: only those with one
 };
 static_assert(sizeof(CoreTableHeader) == 64);
 
@@ -60,13 +62,17 @@ class CoreTable {
         for (int slot = first_; slot < first_ + count_; slot++) slots_[slot].wanted_until.store(0, std::memory_order_relaxed);
     }
 
-    // A slot that is free, now borrowed; -1: there is none.
+    // A slot that is free, now borrowed; -1: there is none. A slot without an owner is a core only while fewer have one than there are
+    // cores; where a worker has just come, a core may be one too many until the borrower's step ends.
     int borrow(int64_t now) {
-        const int num_slots = std::min<uint32_t>(header_->num_used.load(std::memory_order_relaxed), kMostSlots);
+        const uint32_t num_shared = header_->num_shared.load(std::memory_order_relaxed);
+        const int num_slots = std::min(std::max(header_->num_used.load(std::memory_order_relaxed), num_shared), kMostSlots);
+        int spare = static_cast<int>(std::min(num_shared, kMostSlots));
+        for (int slot = 0; slot < num_slots && spare > 0; slot++) spare -= is_owned(slot);
         for (int slot = 0; slot < num_slots; slot++) {
             if (slot >= first_ && slot < first_ + count_) continue;
+            if (is_owned(slot) ? is_wanted(slot, now) : spare-- <= 0) continue;
             CoreSlot& at = slots_[slot];
-            if (!at.is_owned.load(std::memory_order_relaxed) || is_wanted(slot, now)) continue;
             uint64_t before = at.borrowed.load(std::memory_order_relaxed);
             if (static_cast<int64_t>(before >> kTagBits) > now) continue;
             if (!at.borrowed.compare_exchange_strong(before, mark(now), std::memory_order_relaxed)) continue;
@@ -90,7 +96,8 @@ class CoreTable {
         if (is_mine(before)) slots_[slot].borrowed.compare_exchange_strong(before, 0, std::memory_order_relaxed);
     }
 
-    int core_of(int slot) const { return static_cast<int>(slots_[slot].core.load(std::memory_order_relaxed)); }
+    // -1: any.
+    int core_of(int slot) const { return is_owned(slot) ? static_cast<int>(slots_[slot].core.load(std::memory_order_relaxed)) : -1; }
 
     bool is_wanted(int slot, int64_t now) const { return slots_[slot].wanted_until.load(std::memory_order_relaxed) > now; }
 
@@ -101,6 +108,8 @@ class CoreTable {
     }
 
   private:
+    bool is_owned(int slot) const { return slots_[slot].is_owned.load(std::memory_order_relaxed) != 0; }
+
     static constexpr uint32_t kMostSlots = 4096;
     static constexpr int kTagBits = 16;
     static constexpr int64_t kLeaseMs = 2000;  // longer than a step goes on between two looks

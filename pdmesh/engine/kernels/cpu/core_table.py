@@ -1,10 +1,12 @@
 """A table of a host's cores, which workers of that host map to lend each other those that they do not use.
 
 A worker takes a slot for each of its threads. While it computes, its slots are marked as wanted; while it has nothing to
-compute, one other worker may borrow each of them, and gives it back as soon as it is wanted (core_table.h, parallel.h). The file
-holds times and marks only: whatever happens to the processes, tokens stay the same, as results depend on no number of threads.
+compute, one other worker may borrow each of them, and gives it back as soon as it is wanted (core_table.h, parallel.h). Where
+the workers have more cores than slots have owners, since others will start later or have ended, the rest may be borrowed too.
+The file holds times and marks only: whatever happens to the processes, tokens stay the same, as results depend on no number of
+threads.
 
-    header   magic (8 bytes), version, number of slots in use (4 bytes each)                       64 bytes
+    header   magic (8 bytes), version, number of slots in use, number of shared cores (4 each)     64 bytes
     slot     whether it has an owner, until when it is wanted, until when and by which borrowed,
              how often it was borrowed, its core's number (-1: any), for how long others borrowed
              it, and of an owner's first slot, for how long the owner borrowed others'              64 bytes, 4 096 of them
@@ -22,14 +24,13 @@ import struct
 import time
 import weakref
 
-from pdmesh.engine.kernels.cpu.threads import quota_cores
 from pdmesh.engine.outputs import CoreSeconds
-from pdmesh.platform.fallbacks import process_cores, usable_cores
+from pdmesh.platform.fallbacks import process_cores, quota_cores, usable_cores
 
-MAGIC, VERSION = b"pdmcores", 1
+MAGIC, VERSION = b"pdmcores", 2
 MAX_SLOTS, SLOT_BYTES = 4096, 64
 NUM_BYTES = SLOT_BYTES * (1 + MAX_SLOTS)
-_HEADER = struct.Struct("=8sII")
+_HEADER = struct.Struct("=8sIII")
 _SLOT = struct.Struct("=QqQQqQQ")
 _PATIENCE_S = 10.0
 
@@ -40,9 +41,10 @@ class CoreTable:
     The lock on a slot says that its owner lives. Locks are the process's: one engine of a process may have a table.
     """
 
-    def __init__(self, path: str, num_threads: int) -> None:
-        """Map the file, which is made where there is none, and take slots. ValueError, naming `core_table`, for a file that is no
-        table, cannot be opened, may be written by others, or has no room."""
+    def __init__(self, path: str, num_threads: int, num_shared: int = 0) -> None:
+        """Map the file, which is made where there is none, and take slots. `num_shared`: the cores that all its workers have
+        together, those of none included; the largest holds that was given since there were no workers. ValueError, naming
+        `core_table`, for a file that is no table, cannot be opened, may be written by others, or has no room."""
         self.num_threads = num_threads
         with contextlib.suppress(OSError):
             if _place(os.stat(path)) in _joined:  # to close another descriptor of the file would give up the locks
@@ -55,7 +57,7 @@ class CoreTable:
             _check_owner(path, os.fstat(self._fd))
             _lock_table(self._fd, path)
             self._map(path)
-            self.first = self._take()
+            self.first = self._take(num_shared)
             _unlock(self._fd, 0)
         except BaseException:
             os.close(self._fd)
@@ -73,13 +75,21 @@ class CoreTable:
         elif size != NUM_BYTES:
             raise ValueError(f"core_table: {path} has {size} bytes, a table of cores has {NUM_BYTES}; give another file")
         self._memory = mmap.mmap(self._fd, NUM_BYTES)
-        magic, version, _ = _HEADER.unpack_from(self._memory)
-        if not any(magic):
-            _HEADER.pack_into(self._memory, 0, MAGIC, VERSION, 0)
+        magic, version, *_ = _HEADER.unpack_from(self._memory)
+        if magic in {MAGIC, bytes(len(MAGIC))} and not self._has_owners():  # one that workers of another version left, perhaps
+            self._memory[:] = bytes(NUM_BYTES)
+            _HEADER.pack_into(self._memory, 0, MAGIC, VERSION, 0, 0)
         elif (magic, version) != (MAGIC, VERSION):
             raise ValueError(f"core_table: {path} is no table of cores of version {VERSION}; give another file")
 
-    def _take(self) -> int:
+    def _has_owners(self) -> bool:
+        """Return whether a process has a slot. Locks that are taken for this are given back."""
+        if not _lock(self._fd, _offset(0), NUM_BYTES - _offset(0)):
+            return True
+        _unlock(self._fd, _offset(0), NUM_BYTES - _offset(0))
+        return False
+
+    def _take(self, num_shared: int) -> int:
         """Return the first of the slots, which lie side by side. What an owner that is gone has left behind in them ends here."""
         run: list[int] = []
         for slot in range(MAX_SLOTS):
@@ -98,8 +108,9 @@ class CoreTable:
         numbers = cores if is_bound else [-1] * self.num_threads
         for slot, core in zip(run, numbers, strict=True):
             _SLOT.pack_into(self._memory, _offset(slot), 1, 0, 0, 0, core, 0, 0)
-        magic, version, num_used = _HEADER.unpack_from(self._memory)
-        _HEADER.pack_into(self._memory, 0, magic, version, max(num_used, run[-1] + 1))
+        magic, version, num_used, shared_before = _HEADER.unpack_from(self._memory)
+        shared = max(shared_before, min(num_shared, MAX_SLOTS))
+        _HEADER.pack_into(self._memory, 0, magic, version, max(num_used, run[-1] + 1), shared)
         return run[0]
 
     @property
@@ -157,13 +168,13 @@ def _offset(slot: int) -> int:
     return SLOT_BYTES * (1 + slot)
 
 
-def _lock(fd: int, offset: int) -> bool:
+def _lock(fd: int, offset: int, num_bytes: int = 1) -> bool:
     try:
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, offset)
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, num_bytes, offset)
     except OSError:
         return False
     return True
 
 
-def _unlock(fd: int, offset: int) -> None:
-    fcntl.lockf(fd, fcntl.LOCK_UN, 1, offset)
+def _unlock(fd: int, offset: int, num_bytes: int = 1) -> None:
+    fcntl.lockf(fd, fcntl.LOCK_UN, num_bytes, offset)

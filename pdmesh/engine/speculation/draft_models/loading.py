@@ -43,7 +43,7 @@ def draft_config(config: EngineConfig, target: ModelConfig) -> EngineConfig:
     num_tokens = CATCH_UP_TOKENS + config.max_num_seqs * config.max_draft_tokens
     most = effective_max_context(config, target)
     # The process is in its host's table of cores once, with the target's threads; the draft computes between their steps.
-    return replace(config, max_context=most, max_num_batched_tokens=num_tokens, core_table="")
+    return replace(config, max_context=most, max_num_batched_tokens=num_tokens, core_table="", shared_cores=0)
 
 
 def load_draft_model(path: str, config: EngineConfig, target: ModelConfig) -> LoadedModel:
