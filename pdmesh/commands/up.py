@@ -27,7 +27,7 @@ from pdmesh.launcher.mesh import LocalMesh, process_table
 from pdmesh.launcher.plan import EMBEDDED_REDIS, START_TIMEOUT_HELP, LocalMeshConfig, check_packages, engine_python
 from pdmesh.models import registry
 from pdmesh.models.registry import check_headers
-from pdmesh.platform.fallbacks import usable_cores
+from pdmesh.platform.fallbacks import cores_to_share
 from pdmesh.runtime.child import StartFailed
 from pdmesh.runtime.config import ConfigError
 from pdmesh.runtime.rpc.mesh_secret import VARIABLE, MeshSecretConfig
@@ -360,7 +360,7 @@ def _summary(mesh: LocalMesh, scaling: AutoscaleOptions) -> list[RenderableType]
         *_tls_lines(config),
         f"for `pdmesh roles` in another terminal: export {VARIABLE}={config.mesh_secret.mesh_secret_file}",
         f"{config.name_of_model} on {config.device}; logs in {mesh.log_dir}",
-        *([line] if (line := expectation(config, len(usable_cores()))) and not scaling.autoscale else []),
+        *([line] if (line := expectation(config, len(cores_to_share()))) and not scaling.autoscale else []),
         *scaling.summary(config, mesh.log_dir),
         *(f"OpenAI's API: {url}/v1" for url in mesh.http_urls),
         *_metrics_lines(mesh),

@@ -23,7 +23,7 @@ from pdmesh.launcher.plan import LocalMeshConfig
 from pdmesh.launcher.scale import LocalPlatform
 from pdmesh.launcher.sidecars import collector_of
 from pdmesh.planning.objectives import load as load_objectives
-from pdmesh.platform.fallbacks import usable_cores
+from pdmesh.platform.fallbacks import cores_to_share
 from pdmesh.runtime.rpc.mesh_secret import open_secret
 from pdmesh.runtime.rpc.tls import open_tls
 from pdmesh.runtime.telemetry.config import TelemetryConfig, resource_of
@@ -96,7 +96,7 @@ class AutoscaleOptions:
             raise ValueError("both: --autoscale keeps workers with both roles, or prefill and decode workers, not all three")
         if not config.num_both and not config.num_prefill:
             raise ValueError("prefill: --autoscale needs at least one to begin with, or only --both")
-        most = self.max_workers or 2 * len(usable_cores())
+        most = self.max_workers or 2 * len(cores_to_share())
         most = max(most, config.num_workers) if not self.max_workers else most
         if most < config.num_workers:
             raise ValueError(f"max_workers: {most} is less than the {config.num_workers} to begin with")

@@ -27,7 +27,7 @@ from pdmesh.platform.capabilities import (
     Capability,
 )
 from pdmesh.platform.capabilities import lacking as lacks
-from pdmesh.platform.fallbacks import physical_bytes, processor_features, text, usable_cores
+from pdmesh.platform.fallbacks import MEMINFO, cores_to_share, free_bytes, processor_features, quota_cores, text
 from pdmesh.terminal import size
 
 # Checks of a machine for a mesh: each is a function that returns a `Check`; none raises or makes lasting changes.
@@ -115,8 +115,8 @@ def _first_line(command: list[str]) -> str:
 
 def cores() -> Check:
     """Check the cores that this process may use."""
-    usable, whole = len(usable_cores()), os.cpu_count() or 1
-    found = f"{usable} usable of {whole}, {platform.machine()}"
+    usable, whole, quota = len(cores_to_share()), os.cpu_count() or 1, quota_cores()
+    found = f"{usable} usable of {whole}{'' if quota is None else f', a quota of {quota}'}, {platform.machine()}"
     if usable >= 2:
         return ok("cores", found)
     return warn("cores", found, "prefill and decode take turns on one core: separation gains nothing", "give it two or more")
@@ -158,33 +158,14 @@ def _taken_tier(best: str) -> str:
 
 def memory() -> Check:
     """Check the memory that is free for weights and KV, within the limit of this container."""
-    meminfo = text(Path("/proc/meminfo"))
-    whole = physical_bytes() if meminfo is None else available_bytes(meminfo.splitlines())
-    free = min(whole, _cgroup_free_bytes())
-    found = f"{size(free)} free" if meminfo is not None else f"{size(free)}; the system does not tell how much of it is free"
+    free, is_told = free_bytes(), text(MEMINFO) is not None
+    found = f"{size(free)} free" if is_told else f"{size(free)}; the system does not tell how much of it is free"
     remedy = "stop other programs, or give the machine or container more memory"
     if free < _LEAST_MEMORY_BYTES:
         return missing("memory", found, "two workers with the default model do not fit", remedy, required=True)
     if free < _LOW_MEMORY_BYTES:
         return warn("memory", found, "room for few concurrent requests with the default model", remedy)
     return ok("memory", found)
-
-
-def available_bytes(meminfo: Iterable[str]) -> int:
-    """Return MemAvailable of /proc/meminfo in bytes. Raises ValueError if it is missing."""
-    for line in meminfo:
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise ValueError("/proc/meminfo has no MemAvailable")
-
-
-def _cgroup_free_bytes() -> float:
-    """Return the free bytes within the cgroup's (v2) limit; infinity without a limit."""
-    try:
-        limit, used = (int(text(Path("/sys/fs/cgroup", name)) or "") for name in ("memory.max", "memory.current"))
-    except ValueError:  # no limit ("max"), or no such file
-        return float("inf")
-    return float(limit - used)
 
 
 def shared_memory() -> Check:

@@ -121,17 +121,22 @@ def cpu_kernels() -> Check:
     except ValueError as error:
         return missing(name, str(error), "workers on the CPU refuse to start", f"unset {isa.VARIABLE}", required=True)
     ahead = [Path(folder) for folder in (os.environ.get("PDMESH_KERNELS_DIR"), build.SOURCES / "prebuilt") if folder]
-    if any((folder / tier.name / build.LIBRARY).is_file() for folder in ahead):
-        return ok(name, f"{tier.name}, built ahead")
+    refused = ""
+    for path in [folder / tier.name / build.LIBRARY for folder in ahead]:
+        if path.is_file():
+            if (problem := build.problem_of(path)) is None:
+                return ok(name, f"{tier.name}, built ahead")
+            refused = f"; not used: {problem}"
     try:
         compiled = build.library_path(tier).is_file()
     except (build.NoCompiler, build.BuildFailed) as error:
         remedy = "install a C++ compiler (Debian: apt install g++)"
-        return missing(name, f"none for {tier.name}: {error}", "the torch backend computes, several times slower", remedy)
+        found = f"none for {tier.name}: {error}{refused}"
+        return missing(name, found, "the torch backend computes, several times slower", remedy)
     if compiled:
-        return ok(name, f"{tier.name}, compiled")
+        return ok(name, f"{tier.name}, compiled{refused}")
     remedy = "python -m pdmesh.engine.kernels.cpu.build"
-    return warn(name, f"{tier.name}, not compiled yet", "the first start takes about 20 s longer, once", remedy)
+    return warn(name, f"{tier.name}, not compiled yet{refused}", "the first start takes about 20 s longer, once", remedy)
 
 
 def model_files(name: str) -> Check:

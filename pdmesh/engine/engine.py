@@ -491,7 +491,7 @@ def _open_pool(config: EngineConfig, loaded: LoadedModel, drafts: Drafts) -> KVP
     model = loaded.model
     heads_of = model.config if isinstance(model, ParallelModel) and not model.shares_pool else loaded.config
     step_bytes = loaded.step_bytes(config) + drafts.step_bytes
-    free_bytes = max(0, free_memory(config.device) - loaded.mapped_bytes)
+    free_bytes = max(0, free_memory(config.device) - loaded.mapped_bytes - drafts.mapped_bytes)
     shape = kv_shape(config, heads_of, loaded.kv_dtype, free_bytes, step_bytes, drafts.block_bytes)
     if isinstance(model, ParallelModel):
         return model.open_pool(shape)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-from pathlib import Path
 
 import torch
 
@@ -145,39 +144,7 @@ def free_memory(device: str) -> int:
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info()
         return int(free)
-    return min(_machine_free(Path("/proc/meminfo")), _cgroup_free(Path("/sys/fs/cgroup")))
-
-
-def _machine_free(meminfo: Path) -> int:
-    """Return MemAvailable, in bytes; where the system does not report it (not Linux), all physical memory."""
-    content = fallbacks.text(meminfo)
-    if content is None:
-        return fallbacks.physical_bytes()
-    for line in content.splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise ValueError(f"{meminfo} has no MemAvailable; give kv_memory_mb or num_blocks")
-
-
-def _cgroup_free(folder: Path) -> int:
-    """Return what the control group's limit leaves, as a container sees its own (version 2, else 1); a very large number without
-    a limit."""
-    files = {
-        "memory.max": ("memory.current", "memory.stat", "inactive_file"),
-        "memory/memory.limit_in_bytes": ("memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
-    }
-    return min(_limit_left(folder, limit, *names) for limit, names in files.items())
-
-
-def _limit_left(folder: Path, limit_name: str, used_name: str, stat_name: str, cache_key: str) -> int:
-    try:
-        limit, used_text, stat_text = (fallbacks.text(folder / name) or "" for name in (limit_name, used_name, stat_name))
-        used = int(used_text)
-        stat = dict(line.split() for line in stat_text.splitlines())
-    except ValueError:
-        return 2**62
-    # Clean page cache counts as used but is released on demand.
-    return 2**62 if limit.strip() == "max" else max(int(limit) - used + int(stat.get(cache_key, 0)), 0)
+    return fallbacks.free_bytes()
 
 
 def _mib(num_bytes: int) -> str:

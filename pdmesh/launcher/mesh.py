@@ -42,7 +42,7 @@ from pdmesh.launcher.plan import (
 )
 from pdmesh.launcher.sidecars import RedisMember, Traces, require_free, require_redis
 from pdmesh.platform.capabilities import AFFINITY
-from pdmesh.platform.fallbacks import usable_cores
+from pdmesh.platform.fallbacks import cores_to_share
 from pdmesh.runtime.child import StartFailed
 from pdmesh.runtime.rpc.mesh_secret import MeshSecretConfig, write_secret
 from pdmesh.runtime.rpc.tls import TlsConfig
@@ -155,7 +155,7 @@ class LocalMesh:
         when it is ready; routers find it by themselves. Raises StartFailed; nothing is left of it then."""
         names = {member.name for member in self._members}
         name = next(name for number in itertools.count() if (name := f"{prefix}-{number}") not in names)
-        member = self._member(worker_plan(self.config, name, self.redis_url, usable_cores()))
+        member = self._member(worker_plan(self.config, name, self.redis_url, cores_to_share()))
         self.workers = (*self.workers, member)
         try:
             await member.start()
@@ -211,7 +211,7 @@ class LocalMesh:
             self._make_secret()
         if self.config.console_port is not None:
             self._take_traces()
-        cores = usable_cores()
+        cores = cores_to_share()
         if self.config.bind_cpus and not cpu_sets(self.config, cores):
             few = f"{len(cores)} cores are too few for the threads of all of them"
             self._on_event(f"workers are not bound to cores: {AFFINITY.problem or few}")

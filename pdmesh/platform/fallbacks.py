@@ -10,8 +10,10 @@ from pathlib import Path
 from pdmesh.platform import linux, processor
 from pdmesh.platform.capabilities import AFFINITY, CGROUPS, PROC
 
-CPUINFO = Path("/proc/cpuinfo")
-_FOLDERS = ((Path("/proc"), PROC), (Path("/sys/fs/cgroup"), CGROUPS))
+CPUINFO, MEMINFO, CGROUP = Path("/proc/cpuinfo"), Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+NO_LIMIT = 2**62
+"""Bytes that a control group without a limit leaves."""
+_FOLDERS = ((Path("/proc"), PROC), (CGROUP, CGROUPS))
 
 
 def text(path: Path) -> str | None:
@@ -35,6 +37,26 @@ def usable_cores() -> list[int]:
     return sorted(linux.allowed_cores()) if AFFINITY.is_there else list(range(os.cpu_count() or 1))
 
 
+def quota_cores(cgroup: Path = CGROUP) -> int | None:
+    """Return whole cores of the control group's quota (version 2, else 1), at least 1; None without a quota."""
+    try:
+        both = text(cgroup / "cpu.max")
+        if both is not None:
+            quota, period = both.split()
+        else:
+            quota, period = (text(cgroup / "cpu" / f"cpu.cfs_{name}_us") or "" for name in ("quota", "period"))
+        return None if quota == "max" or int(quota) < 0 else max(1, int(quota) // int(period))
+    except ValueError:
+        return None
+
+
+def cores_to_share(cgroup: Path = CGROUP) -> list[int]:
+    """Return the cores for which there should be threads that compute: those that this thread may run on, and of these no more
+    than a quota allows, beyond which threads would wait for each other's turns."""
+    cores = usable_cores()
+    return cores[: quota_cores(cgroup)]
+
+
 def process_cores() -> list[int]:
     """Return the numbers of the cores that the process's main thread may run on, ascending, to which others of its threads may be
     bound. All of them where the system does not say."""
@@ -44,6 +66,42 @@ def process_cores() -> list[int]:
 def physical_bytes() -> int:
     """Return the bytes of memory that this machine has."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def free_bytes(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int:
+    """Return the bytes that can still be allocated: the machine's, or the container's where that is less. Pages of files count as
+    free, since the system drops them for others. Where it does not report what is free (not Linux), all physical memory."""
+    content = text(meminfo)
+    machine = physical_bytes() if content is None else _available_bytes(content)
+    return min(machine, _limit_left(cgroup))
+
+
+def _available_bytes(meminfo: str) -> int:
+    for line in meminfo.splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise ValueError("/proc/meminfo has no MemAvailable; give kv_memory_mb or num_blocks")
+
+
+def _limit_left(folder: Path) -> int:
+    """Return what the control group's limit leaves, as a container sees its own: version 2, else 1."""
+    files = {
+        "memory.max": ("memory.current", "memory.stat", ""),
+        "memory/memory.limit_in_bytes": ("memory/memory.usage_in_bytes", "memory/memory.stat", "total_"),
+    }
+    return min(_left_by(folder, limit, *names) for limit, names in files.items())
+
+
+def _left_by(folder: Path, limit_name: str, used_name: str, stat_name: str, prefix: str) -> int:
+    try:
+        limit, used_text, stat_text = (text(folder / name) or "" for name in (limit_name, used_name, stat_name))
+        used = int(used_text)
+        stat = dict(line.split() for line in stat_text.splitlines())
+    except ValueError:
+        return NO_LIMIT
+    # Pages of files count as used, those that were used twice (active) too, and are given up on demand.
+    cached = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("inactive", "active"))
+    return NO_LIMIT if limit.strip() == "max" else max(int(limit) - used + cached, 0)
 
 
 def unlinked_file(num_bytes: int) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -11,7 +9,6 @@ from pdmesh.commands import plan
 from pdmesh.engine.config import EngineConfig, default_kv_share
 from pdmesh.engine.kv_cache.pool import KVShape
 from pdmesh.engine.memory import MIB, DoesNotFit, check_weights_fit, effective_max_context, free_memory, kv_shape
-from pdmesh.engine.memory import _cgroup_free as cgroup_free
 from pdmesh.engine.models.registry import model_config
 
 MODEL = model_config(
@@ -120,46 +117,3 @@ def test_what_torch_keeps_of_a_gpu_is_free() -> None:
     assert free_memory("cuda") <= before - 255 * MIB
     del kept
     assert free_memory("cuda") > before - 64 * MIB
-
-
-def test_a_containers_limit_counts(tmp_path: Path) -> None:
-    assert cgroup_free(tmp_path) > 2**60
-    (tmp_path / "memory.current").write_text("700\n")
-    (tmp_path / "memory.stat").write_text("anon 400\ninactive_file 300\n")
-    (tmp_path / "memory.max").write_text("max\n")
-    assert cgroup_free(tmp_path) > 2**60
-    (tmp_path / "memory.max").write_text("1000\n")
-    assert cgroup_free(tmp_path) == 600
-
-
-def test_a_containers_limit_counts_in_version_1_of_control_groups(tmp_path: Path) -> None:
-    (tmp_path / "memory").mkdir()
-    (tmp_path / "memory" / "memory.usage_in_bytes").write_text("700\n")
-    (tmp_path / "memory" / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 300\n")
-    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")
-    assert cgroup_free(tmp_path) > 2**60
-    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("1000\n")
-    assert cgroup_free(tmp_path) == 600
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"model": ""}, "model: empty"),
-        ({"device": "tpu"}, "device: 'tpu' is not known; give one of cpu, cuda"),
-        ({"dtype": "int8"}, "dtype: 'int8'"),
-        ({"backend": "cuda"}, "backend: 'cuda' is not known; give one of auto, native, triton, torch"),
-        ({"quantization": "int2"}, "quantization: 'int2' is not known; give one of auto, none, int8, int4"),
-        ({"quantization_group": 16}, "quantization_group: 16 is not known; give 32, 64 or 128"),
-        ({"kv_dtype": "float16"}, "kv_dtype: 'float16' is not known; give one of auto, float32, bfloat16, int8, fp8"),
-        ({"block_size": 0}, "block_size: 0 is less than 1"),
-        ({"num_threads": -1}, "num_threads: -1 is less than 0"),
-        ({"num_threads": 100_000}, "num_threads: 100000 is more than 1024"),
-        ({"kv_memory_share": 1.5}, "kv_memory_share: 1.5 is not in"),
-        ({"kv_memory_share": -0.1}, "kv_memory_share: -0.1 is not in"),
-        ({"num_blocks": 3, "kv_memory_mb": 3}, "give one of them"),
-    ],
-)
-def test_a_wrong_setting_is_named(settings: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        EngineConfig(**{"model": "m", **settings}).validate()  # type: ignore[arg-type]

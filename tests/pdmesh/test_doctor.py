@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import socket
@@ -57,10 +58,11 @@ def test_cpu_features_without_tiers_say_what_takes_them(monkeypatch: pytest.Monk
     assert finding.remedy == "leave cpu_tiers out of PDMESH_WITHOUT"
 
 
-def test_available_bytes() -> None:
-    assert machine.available_bytes(["MemTotal: 9 kB", "MemAvailable:  2048 kB"]) == 2_097_152
-    with pytest.raises(ValueError, match="MemAvailable"):
-        machine.available_bytes([])
+def test_a_quota_of_cores_is_said_and_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "quota_cores", lambda: 1)
+    monkeypatch.setattr(machine, "cores_to_share", lambda: [5])
+    finding = machine.cores()
+    assert finding.state is State.WARN and finding.found.startswith(f"1 usable of {os.cpu_count()}, a quota of 1, ")
 
 
 def test_this_machine_passes_shared_memory_and_loopback() -> None:
@@ -160,7 +162,12 @@ def test_cpu_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / build.LIBRARY).touch()
     assert software.cpu_kernels().state is State.OK
     (sources / "prebuilt" / isa.detect().name).mkdir(parents=True)
-    (sources / "prebuilt" / isa.detect().name / build.LIBRARY).touch()
+    ahead = sources / "prebuilt" / isa.detect().name / build.LIBRARY
+    ahead.touch()
+    damaged = software.cpu_kernels()
+    assert "compiled; not used: " in damaged.found and "is damaged" in damaged.found
+    content = build.Sources.read(build.KERNELS).stamp.encode()
+    ahead.write_bytes(content + hashlib.sha256(content).digest())
     assert "built ahead" in software.cpu_kernels().found
     monkeypatch.setenv(isa.VARIABLE, "quantum")
     assert software.cpu_kernels().blocks and "quantum" in software.cpu_kernels().found

@@ -51,6 +51,11 @@ class Drafts:
     step_bytes: int = 0
     block_bytes: int = 0
 
+    @property
+    def mapped_bytes(self) -> int:
+        """Return the bytes of weights that are pages of a file: the system counts them as free, and each draft reads them."""
+        return 0 if self.model is None else self.model.mapped_bytes
+
 
 @dataclass(frozen=True)
 class Parts:

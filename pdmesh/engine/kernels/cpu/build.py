@@ -143,6 +143,15 @@ def library_path(tier: isa.Tier, *, project: Project = KERNELS) -> Path:
     return _cache_path(tier, Sources.read(project), Compiler.find())
 
 
+def problem_of(path: Path, *, project: Project = KERNELS) -> str | None:
+    """Return why a library that was built ahead is not used; None: it is."""
+    try:
+        _check(path, Sources.read(project).stamp)
+    except (OSError, ValueError) as error:
+        return str(error)
+    return None
+
+
 def build_ahead(tier: isa.Tier, output: Path | None, say: Say = print, *, project: Project = KERNELS) -> Path:
     """Compile the library of a tier, which this processor need not have, into `output`/TIER and report the compiler's warnings;
     without `output` into the cache, unless it is there. Raises NoCompiler, BuildFailed, OSError."""

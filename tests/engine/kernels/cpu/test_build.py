@@ -126,6 +126,28 @@ def test_the_sources_see_their_tier(sources: Path, tier: isa.Tier, monkeypatch: 
 
 
 @needs_compiler
+@pytest.mark.parametrize(
+    ("compiler", "tier"),
+    [("aarch64-linux-gnu-g++", "neon_bf16"), ("aarch64-linux-gnu-g++", "neon_dotprod"), ("clang++", None), (None, "amx")],
+)
+def test_all_sources_of_the_kernels_are_read_by_other_compilers_and_for_other_machines(
+    compiler: str | None, tier: str | None
+) -> None:
+    """Other tests compile the parts that they run; an error elsewhere would leave ARM and Macs to the slower torch backend."""
+    wanted = isa.detect() if tier is None else isa.by_name(tier)
+    if compiler is None and wanted not in isa.compilable():
+        pytest.skip(f"{tier} is not of this machine's processors")
+    command = build.Compiler.find().command if compiler is None else (compiler,)
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"there is no {command[0]}")
+    files = map(str, sorted(build.SOURCES.glob("*.cpp")))
+    done = subprocess.run(
+        [*command, *build._FLAGS, *wanted.flags, wanted.define, "-Werror", "-fsyntax-only", *files],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
 def test_it_is_compiled_once_and_said(sources: Path, compiler: CompilerScript) -> None:
     answer, said = load(sources)
     assert answer == 42
