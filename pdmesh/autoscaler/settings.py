@@ -42,7 +42,9 @@ class AutoscalerSettings:
     max_gpus: int | None = field(default=None, metadata={"help": "of all pools, draining pods included; empty: any number"})
     cool_down_s: float = field(
         default=120.0,
-        metadata={"help": "how long fewer replicas must have been enough, and none been added, before a pool shrinks"},
+        metadata={
+            "help": "how long fewer replicas must have been enough, and none added, before a pool shrinks; 2.5 times beside bursts"
+        },
     )
     headroom: float = field(default=0.1, metadata={"help": "a pool shrinks only if the rest would bear this share more"})
     drain_s: float = field(default=120.0, metadata={"help": "time to drain a backlog"})

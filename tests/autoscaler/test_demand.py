@@ -12,7 +12,7 @@ from pdmesh.autoscaler.forecasting.forecast import Expected
 from pdmesh.autoscaler.forecasting.kalman import Kalman
 from pdmesh.autoscaler.forecasting.registry import forecaster_of
 from pdmesh.autoscaler.policy.policy import Policy
-from pdmesh.autoscaler.policy.sizing import LUMP_SIGMAS, USUAL_NOISE, demand
+from pdmesh.autoscaler.policy.sizing import LUMP_SIGMAS, LUMPY_COOL_DOWNS, USUAL_NOISE, demand
 from pdmesh.autoscaler.settings import AutoscalerSettings
 from tests.autoscaler.scenes import DECODE, GOALS, PREFILL, SETTINGS, Told, need, policy, snapshot, traffic, view
 
@@ -68,6 +68,41 @@ def test_a_pool_bears_most_lumps_at_any_time_but_those_that_a_queue_evens_out() 
     patient = demand(0.0, seen, lumpy, settings, 60.0, ttft_s=30.0)
     assert patient.expected - 20.0 == pytest.approx((strict.expected - 20.0) / 2)
     assert strict.least == 0.0  # what is observed may be a lump: nothing moves for it
+
+
+def bursty(mean: float) -> Told:
+    told = Told(mean)
+    told.expected = Expected(mean, 0.0, noise=100.0)
+    return told
+
+
+def test_beside_bursts_a_rate_counts_from_four_standard_deviations_on() -> None:
+    seen = traffic(200.0, window_s=15.0)
+    calm = demand(0.0, seen, Told(20.0), SETTINGS, 60.0, ttft_s=1.0)
+    assert calm.least == pytest.approx(200.0 - 2 * math.sqrt(200 / 15))
+    assert demand(0.0, seen, bursty(20.0), SETTINGS, 60.0, ttft_s=1.0).least == pytest.approx(
+        200.0 - 4 * math.sqrt(100 * 200 / 15)
+    )
+
+
+def test_a_queue_that_a_usual_burst_leaves_is_no_backlog() -> None:
+    usual = 0.25 * 20 + 1 + LUMP_SIGMAS * math.sqrt(96 * 20 * 15)
+    for more, backlog in ((-1, 0.0), (60, 60 / SETTINGS.drain_s)):
+        waiting = traffic(20.0, window_s=15.0, num_queued=usual + more)
+        assert demand(0.0, waiting, bursty(20.0), SETTINGS, 60.0, ttft_s=1.0).backlog == pytest.approx(backlog)
+        assert demand(0.0, waiting, Told(20.0), SETTINGS, 60.0, ttft_s=1.0).backlog > backlog
+
+
+def test_beside_bursts_a_pool_shrinks_after_a_longer_cool_down() -> None:
+    prefill, decode = need(60.0)
+
+    def shrinks_at(told: Told) -> float:
+        scaler = Policy(SETTINGS, GOALS, told)
+        seconds = range(0, 600, 10)
+        return next(at_s for at_s in seconds if scaler.decide(snapshot(at_s, 20.0, prefill, decode)).replicas(PREFILL) < prefill)
+
+    assert shrinks_at(Told(20.0)) == SETTINGS.cool_down_s
+    assert shrinks_at(bursty(20.0)) == LUMPY_COOL_DOWNS * SETTINGS.cool_down_s
 
 
 def test_a_queue_of_a_quarter_of_the_objective_is_no_backlog() -> None:

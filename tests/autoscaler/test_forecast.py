@@ -70,6 +70,20 @@ def test_a_burst_is_followed_within_two_observations_and_its_slope_is_seen() -> 
     assert kalman.at(3420.0).mean == pytest.approx(60, rel=0.1)
 
 
+def test_among_bursts_one_is_not_followed_and_a_minute_of_them_is() -> None:
+    rng, kalman = random.Random(4), Kalman()
+    for number in range(400):
+        kalman.observe(number * 15.0, 60.0 if rng.random() < 0.3 else 3.0)
+    assert kalman.at(6000.0).noise > 50
+    usual = kalman.at(6000.0).mean
+    seen = []
+    for number, rate in enumerate([150.0, 3.0, 3.0, *[150.0] * 8]):
+        kalman.observe(6000.0 + 15 * number, rate)
+        seen.append(kalman.at(6000.0 + 15 * number).mean)
+    assert max(seen[:7]) < 2 * usual, "three windows may be a burst"
+    assert seen[7] > 100 and seen[-1] == pytest.approx(150.0, rel=0.1)
+
+
 def test_a_day_is_learned_from_the_first_and_foreseen_in_the_second() -> None:
     rng, winters = random.Random(3), HoltWinters(DAY_S)
     errors, lazy = [], []

@@ -3,7 +3,8 @@
 Local linear trend (Harvey, "Forecasting, Structural Time Series Models and the Kalman Filter", 1989, §2.3). Observations may be
 unevenly spaced. Their noise is estimated from the distance of each to the line through its neighbours. An extreme outlier (a
 burst) is not noise: the filter then resets its confidence in level and slope, follows within one or two observations, and sees
-the slope of a rise while it lasts. Where bursts are usual, it takes a far greater one. The slope fades with the horizon.
+the slope of a rise while it lasts. Where bursts are usual, it takes a far greater one, or a minute of smaller ones on one side:
+bursts are over by then. The slope fades with the horizon.
 """
 
 import math
@@ -14,6 +15,7 @@ from pdmesh.autoscaler.forecasting.forecast import Expected, State, number
 LEVEL_NOISE = 0.001  # root of the level's drift per second, relative to the level
 SLOPE_NOISE = 1e-5  # root of the slope's drift per second, relative to the level per second
 SURPRISE, LUMPY_SURPRISE = 6.0, 20.0  # standard deviations beyond which an observation signals a change; where bursts are usual
+LASTING, LASTING_WINDOWS = 1.5, 4.0  # standard deviations that signal a change, too, if all of so many windows are off by them
 LUMPY_NOISE = 25.0  # times that of independent arrivals: from here on they are
 FADE_S = 90.0  # time after which a slope counts for a third
 MOST_NOISE = 400.0  # times that of independent arrivals: an hour of code completions shows 70 to 160
@@ -37,6 +39,8 @@ class Kalman:
         self._var_level = self._covar = self._var_slope = 0.0
         self._recent: deque[tuple[float, float]] = deque()
         self._noise = 1.0  # times that of independent arrivals
+        self._off_s: float | None = None  # since when all observations are off, on the side of this error
+        self._off = 0.0
 
     def observe(self, time_s: float, value: float) -> None:
         if time_s <= self._time_s:
@@ -50,8 +54,7 @@ class Kalman:
         self._learn_noise(time_s, value, seconds)
         error, noise = value - self._level, self._noise_at(max(self._level, LEAST_LEVEL))
         expected = self._var_level + noise
-        surprise = LUMPY_SURPRISE if self._noise > LUMPY_NOISE else SURPRISE
-        if error * error > surprise**2 * expected:
+        if self._is_change(time_s, error, expected):
             self._forget(error)
         self._learn(error, noise)
 
@@ -93,6 +96,20 @@ class Kalman:
         self._var_level += (LEVEL_NOISE * level) ** 2 * seconds + slope_noise * reach_s**3 / 3
         self._covar += reach_s * self._var_slope + slope_noise * reach_s**2 / 2
         self._var_slope += slope_noise * seconds
+
+    def _is_change(self, time_s: float, error: float, expected: float) -> bool:
+        """Return whether an error says that the level is another one, given its `expected` square."""
+        if self._noise <= LUMPY_NOISE:
+            self._off_s = None
+            return error * error > SURPRISE**2 * expected
+        if error * error <= LASTING**2 * expected:
+            self._off_s = None
+        elif self._off_s is None or error * self._off < 0:
+            self._off_s, self._off = time_s, error
+        elif time_s - self._off_s >= LASTING_WINDOWS * self._window_s:
+            self._off_s = None
+            return True
+        return error * error > LUMPY_SURPRISE**2 * expected
 
     def _forget(self, error: float) -> None:
         self._var_level += error * error

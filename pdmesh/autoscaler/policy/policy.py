@@ -127,7 +127,7 @@ class Policy:
         settings = replace(self._settings, cool_down_s=cool_down_s(self._forecaster.at(now_s), self._settings))
         plans = {view.name: self._plan(_without_old_hold(view, now_s), snapshot, settings) for view in snapshot.pools}
         plans, flips = switch_roles(plans, self._memories, settings, now_s)
-        plans = self._within_budget(plans, flips, snapshot.now_s)
+        plans = self._within_budget(plans, flips, now_s, settings)
         for name, planned in plans.items():
             self._memories[name].changed(snapshot.now_s, planned.num_added)
         return Decision(tuple(planned.decision for planned in plans.values()), flips)
@@ -241,14 +241,19 @@ class Policy:
         ttft, tpot = self._ttft.factor, self._tpot.factor
         return {PoolName.PREFILL: ttft, PoolName.DECODE: tpot, PoolName.BOTH: max(ttft, tpot)}[name]
 
-    def _within_budget(self, plans: dict[PoolName, Plan], flips: tuple[Flip, ...], now_s: float) -> dict[PoolName, Plan]:
+    def _within_budget(
+        self, plans: dict[PoolName, Plan], flips: tuple[Flip, ...], now_s: float, settings: AutoscalerSettings
+    ) -> dict[PoolName, Plan]:
         """Return the plans, reduced to the GPU budget."""
-        settings = self._settings
         claims = [self._claim(planned, flips) for planned in plans.values()]
         wanted = sum(claim.gpus * claim.wanted + claim.other_gpus for claim in claims)
         if settings.max_gpus is None or wanted <= settings.max_gpus:
             return plans
-        may_move = not flips and all(planned.view.hold is None for planned in plans.values()) and self._is_calm(plans, now_s)
+        may_move = (
+            not flips
+            and all(planned.view.hold is None for planned in plans.values())
+            and self._is_calm(plans, now_s, settings.cool_down_s)
+        )
         given = divide(claims, settings.max_gpus, may_move=may_move)
         return {name: self._cut(planned, given[name], wanted) for name, planned in plans.items()}
 
@@ -260,9 +265,9 @@ class Policy:
         least_ever = min(least, own.min_replicas)
         return Claim(view.name, least, least_ever, planned.target, own.gpus_per_replica, other_gpus, planned.share)
 
-    def _is_calm(self, plans: Mapping[PoolName, Plan], now_s: float) -> bool:
+    def _is_calm(self, plans: Mapping[PoolName, Plan], now_s: float, cool_down_s: float) -> bool:
         """Return whether no pool that gives up replicas has grown lately."""
-        return all(self._memories[name].grew_within(now_s, self._settings.cool_down_s) is None for name in plans)
+        return all(self._memories[name].grew_within(now_s, cool_down_s) is None for name in plans)
 
     def _cut(self, planned: Plan, num: int, wanted_gpus: int) -> Plan:
         if num == planned.target:

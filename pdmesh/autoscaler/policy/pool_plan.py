@@ -43,8 +43,8 @@ class PoolMemory:
         self.idle_since_s = None
 
     def most_enough(self, now_s: float, seconds: float) -> int | None:
-        """Return the most that was needed at any time of the latest `seconds`, at most a cool-down; None if it was not observed
-        for so long."""
+        """Return the most that was needed at any time of the latest `seconds`, at most what `remember` was told; None if it
+        was not observed for so long."""
         known = [place for place, (time_s, _) in enumerate(self.enough) if time_s <= now_s - seconds]
         return max(num for _, num in list(self.enough)[known[-1] :]) if known else None
 
