@@ -5,7 +5,7 @@
 Each part writes its figures into `benchmarks/results/cpu.json` as soon as it is through, in place of its own older ones; one that
 was cut off goes on where it was. The machine should have nothing else to do. Minutes on two cores, all in all some 45, and twice
 that where vLLM has no bfloat16 of the processor's own; a part with peers begins no further round of its five when its time after
-the first one is over, and the notes of the file say how many rounds each figure has:
+the first one is over (`--rounds N`: N, however long they last), and the notes of the file say how many rounds each figure has:
 
     smollm2     8   SmolLM2-135M, each engine in memory and paused between its turns; Python's share of a step
     tinyllama   7   TinyLlama-1.1B, real weights: of this and the next three, one engine is in memory at a time

@@ -134,8 +134,6 @@ class EngineConfig:
         if not self.model:
             raise ValueError("model: empty; give a model folder or a .gguf file")
         overrides.check(self.override)
-        if self.shared_cores and not self.core_table:
-            raise ValueError("shared_cores: says of how many cores core_table is; give that too, or leave this out")
         _one_of("device", self.device, DEVICES)
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("backend", self.backend, BACKENDS)

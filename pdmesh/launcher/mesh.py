@@ -42,7 +42,7 @@ from pdmesh.launcher.plan import (
 )
 from pdmesh.launcher.sidecars import RedisMember, Traces, require_free, require_redis
 from pdmesh.platform.capabilities import AFFINITY
-from pdmesh.platform.fallbacks import cores_to_share
+from pdmesh.platform.fallbacks import cores_to_share, usable_cores
 from pdmesh.runtime.child import StartFailed
 from pdmesh.runtime.rpc.mesh_secret import MeshSecretConfig, write_secret
 from pdmesh.runtime.rpc.tls import TlsConfig
@@ -212,7 +212,10 @@ class LocalMesh:
         if self.config.console_port is not None:
             self._take_traces()
         cores = cores_to_share()
-        if self.config.bind_cpus and not cpu_sets(self.config, cores):
+        if self.config.bind_cpus and len(cores) < len(usable_cores()):
+            self._on_event(f"workers are not bound to cores: a quota of {len(cores)} says how many cores there are, not which")
+            self.config = replace(self.config, bind_cpus=False)
+        elif self.config.bind_cpus and not cpu_sets(self.config, cores):
             few = f"{len(cores)} cores are too few for the threads of all of them"
             self._on_event(f"workers are not bound to cores: {AFFINITY.problem or few}")
         if self.config.has_lending and self._core_table is None:

@@ -117,3 +117,27 @@ def test_what_torch_keeps_of_a_gpu_is_free() -> None:
     assert free_memory("cuda") <= before - 255 * MIB
     del kept
     assert free_memory("cuda") > before - 64 * MIB
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model": ""}, "model: empty"),
+        ({"device": "tpu"}, "device: 'tpu' is not known; give one of cpu, cuda"),
+        ({"dtype": "int8"}, "dtype: 'int8'"),
+        ({"backend": "cuda"}, "backend: 'cuda' is not known; give one of auto, native, triton, torch"),
+        ({"quantization": "int2"}, "quantization: 'int2' is not known; give one of auto, none, int8, int4"),
+        ({"quantization_group": 16}, "quantization_group: 16 is not known; give 32, 64 or 128"),
+        ({"kv_dtype": "float16"}, "kv_dtype: 'float16' is not known; give one of auto, float32, bfloat16, int8, fp8"),
+        ({"block_size": 0}, "block_size: 0 is less than 1"),
+        ({"num_threads": -1}, "num_threads: -1 is less than 0"),
+        ({"shared_cores": -1}, "shared_cores: -1 is less than 0"),
+        ({"num_threads": 100_000}, "num_threads: 100000 is more than 1024"),
+        ({"kv_memory_share": 1.5}, "kv_memory_share: 1.5 is not in"),
+        ({"kv_memory_share": -0.1}, "kv_memory_share: -0.1 is not in"),
+        ({"num_blocks": 3, "kv_memory_mb": 3}, "give one of them"),
+    ],
+)
+def test_a_wrong_setting_is_named(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(**{"model": "m", **settings}).validate()  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ import pytest
 from pdmesh.client.client import AsyncClient
 from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.launcher.plan import LocalMeshConfig
-from pdmesh.platform.fallbacks import usable_cores
+from pdmesh.platform.fallbacks import cores_to_share, usable_cores
 from pdmesh.sampling_params import SamplingParams
 from tests.mesh import oracle
 from tests.runtime.telemetry.scrape import scrape
@@ -54,7 +54,7 @@ async def core_seconds(mesh: LocalMesh, name: str, direction: str) -> float:
     return page.value("pdmesh_engine_shared_core_seconds_total", direction=direction)
 
 
-@pytest.mark.skipif(len(usable_cores()) < 2, reason="needs two cores")
+@pytest.mark.skipif(len(cores_to_share()) < 2, reason="needs two cores")
 async def test_engines_have_cores_of_their_own(tiny: Path) -> None:
     prompt = oracle.prompt_of(41, 50)
     async with LocalMesh(LocalMeshConfig(model=str(tiny), port=0, num_threads=1, bind_cpus=True, lend_cores=False)) as mesh:
@@ -67,7 +67,7 @@ async def test_engines_have_cores_of_their_own(tiny: Path) -> None:
     assert [list(answer.token_ids)] == oracle.answer(tiny, prompt, SamplingParams(temperature=0, max_tokens=8))
 
 
-@pytest.mark.skipif(len(usable_cores()) < 2, reason="needs two cores")
+@pytest.mark.skipif(len(cores_to_share()) < 2, reason="needs two cores")
 async def test_a_prompt_computes_on_the_core_of_the_worker_that_has_nothing_to_do(tiny: Path) -> None:
     prompts = [oracle.prompt_of(seed, 400) for seed in range(50, 58)]
     async with LocalMesh(LocalMeshConfig(model=str(tiny), port=0, num_threads=1, metrics_port=0)) as mesh:
@@ -86,7 +86,7 @@ async def test_a_prompt_computes_on_the_core_of_the_worker_that_has_nothing_to_d
         assert [list(answer.token_ids)] == oracle.answer(tiny, prompt, SamplingParams(temperature=0, max_tokens=2))
 
 
-@pytest.mark.skipif(len(usable_cores()) < 2, reason="needs two cores")
+@pytest.mark.skipif(len(cores_to_share()) < 2, reason="needs two cores")
 async def test_a_frozen_worker_and_a_killed_one_cost_no_token_and_keep_no_core(tiny: Path) -> None:
     """Its core is lent on while it stands still, and the one that is started in its place has a core again.
 

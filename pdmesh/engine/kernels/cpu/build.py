@@ -34,7 +34,7 @@ from pathlib import Path
 
 from pdmesh.engine.kernels.cpu import isa
 from pdmesh.engine.loader.hash import cache_folder
-from pdmesh.platform.fallbacks import usable_cores
+from pdmesh.platform.fallbacks import cores_to_share
 
 Say = Callable[[str], None]
 
@@ -147,7 +147,7 @@ def problem_of(path: Path, *, project: Project = KERNELS) -> str | None:
     """Return why a library that was built ahead is not used; None: it is."""
     try:
         _check(path, Sources.read(project).stamp)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, BuildFailed) as error:
         return str(error)
     return None
 
@@ -260,7 +260,7 @@ def _compile_and_link(tier: isa.Tier, code: Sources, compiler: Compiler, folder:
     options = (*_FLAGS, *tier.flags, tier.define, f'-DPDMESH_BUILD_STAMP="{code.stamp}"')
     sources = sorted(path.name for path in folder.glob("*.cpp"))
     commands = [(*compiler.command, *options, "-c", name, "-o", f"{name}.o") for name in sources]
-    with ThreadPoolExecutor(len(usable_cores())) as pool:
+    with ThreadPoolExecutor(len(cores_to_share())) as pool:
         warnings = list(pool.map(lambda command: _run(command, folder, code.project.title), commands))
     objects = (f"{name}.o" for name in sources)
     link = (*compiler.command, *objects, *_LINK_FLAGS, "-o", code.project.library)

@@ -32,6 +32,7 @@ MAX_SLOTS, SLOT_BYTES = 4096, 64
 NUM_BYTES = SLOT_BYTES * (1 + MAX_SLOTS)
 _HEADER = struct.Struct("=8sIII")
 _SLOT = struct.Struct("=QqQQqQQ")
+_OWNER, _BORROWED, _REST = struct.Struct("=Qq"), 16, struct.Struct("=QqQQ")  # what is before the borrower's mark, and behind it
 _PATIENCE_S = 10.0
 
 
@@ -107,7 +108,7 @@ class CoreTable:
         is_bound = len(cores) == self.num_threads and cores != process_cores()
         numbers = cores if is_bound else [-1] * self.num_threads
         for slot, core in zip(run, numbers, strict=True):
-            _SLOT.pack_into(self._memory, _offset(slot), 1, 0, 0, 0, core, 0, 0)
+            _write(self._memory, slot, is_owned=1, core=core)
         magic, version, num_used, shared_before = _HEADER.unpack_from(self._memory)
         shared = max(shared_before, min(num_shared, MAX_SLOTS))
         _HEADER.pack_into(self._memory, 0, magic, version, max(num_used, run[-1] + 1), shared)
@@ -136,9 +137,16 @@ class CoreTable:
 
 def _release(memory: mmap.mmap, fd: int, slots: range, place: tuple[int, int]) -> None:
     for slot in slots:
-        _SLOT.pack_into(memory, _offset(slot), 0, 0, 0, 0, -1, 0, 0)
+        _write(memory, slot, is_owned=0, core=-1)
     os.close(fd)  # with the locks
     _joined.discard(place)
+
+
+def _write(memory: mmap.mmap, slot: int, *, is_owned: int, core: int) -> None:
+    """Begin a slot anew. The mark of one that borrows it now stays, and ends by itself: else it would be lent twice until
+    then."""
+    _OWNER.pack_into(memory, _offset(slot), is_owned, 0)
+    _REST.pack_into(memory, _offset(slot) + _BORROWED + 8, 0, core, 0, 0)
 
 
 _joined: set[tuple[int, int]] = set()

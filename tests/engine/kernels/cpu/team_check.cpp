@@ -67,6 +67,7 @@ int main(int argc, char** argv) {
     int first[4] = {};
     for (int t = 0; t < 3; t++) first[t + 1] = first[t] + kOwn[t];
     table.header.num_used = first[3] + 1;
+    table.header.num_shared = first[3] + 2;  // and a core that has no owner
     for (int slot = 0; slot <= first[3]; slot++) table.slots[slot].is_owned = 1, table.slots[slot].core = -1;
     std::atomic<int64_t> joined{0}, late{0};
     std::atomic<bool> is_over{false};
@@ -95,11 +96,13 @@ int main(int argc, char** argv) {
     }
     is_over = true;
     owner.join();
+    if (!table.slots[first[3] + 1].times_borrowed || table.slots[first[3] + 2].times_borrowed) fail("cores without an owner");
     for (int slot = 0; slot < first[3]; slot++) {
         if (table.slots[slot].wanted_until) fail("a core that is wanted by a team that is gone", slot);
         if (table.slots[slot].borrowed) fail("a core that was not given back", slot);
     }
-    if (table.slots[first[3]].borrowed) fail("a core that was not given back", first[3]);
+    for (int slot = first[3]; slot < first[3] + 2; slot++)
+        if (table.slots[slot].borrowed) fail("a core that was not given back", slot);
     int64_t lent_ms = 0, borrowed_ms = 0;
     for (const CoreSlot& slot : table.slots) lent_ms += slot.lent_ms, borrowed_ms += slot.borrowed_ms;
     if (lent_ms != borrowed_ms || lent_ms <= 0) fail("what was lent is not what was borrowed", lent_ms, borrowed_ms);

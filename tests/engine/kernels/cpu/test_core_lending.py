@@ -118,27 +118,33 @@ def test_cores_without_an_owner_are_borrowed_as_far_as_there_are_cores(
     """As of workers that are yet to start, or that were removed; nobody's file says on which core such a thread computes."""
     monkeypatch.setattr(CoreTable, "max_guests", 3)
     folder = make_tiny_model(tmp_path, "llama")
-    expected = native(folder).logits(prompt(300))
+    reference = native(folder)
     loop = native(folder, core_table=path, shared_cores=3)
     file = os.open(path, os.O_RDWR)  # closed at the end: with any descriptor of the file, a process closes its locks
     request.addfinalizer(lambda: os.close(file))
 
-    def times_borrowed() -> list[int]:
+    def times_borrowed(num_tokens: int) -> list[int]:
+        """After steps of a size that was not seen before: of these the first two are alone, and the next two ask for cores."""
+        expected = reference.logits(prompt(num_tokens))
         for _ in range(4):
-            assert torch.equal(loop.logits(prompt(300)), expected)
+            assert torch.equal(loop.logits(prompt(num_tokens)), expected)
         loop.loaded.rest()
         slots = [SLOT.unpack(os.pread(file, SLOT.size, SLOT_BYTES * (1 + slot))) for slot in range(6)]
         assert all(slot[2] == 0 for slot in slots), "a core was not given back after the last step"
         return [slot[3] for slot in slots]
 
-    alone = times_borrowed()
+    alone = times_borrowed(300)
     assert alone[0] == 0 < min(alone[1:3]), "three cores, one of which is its own"
     assert alone[3:] == [0, 0, 0]
     other = request.getfixturevalue("other")
     assert other.stdout.readline() == "1\n", "of three cores, a second worker has two"
-    for slot in (1, 2):
-        os.pwrite(file, struct.pack("=q", time.monotonic_ns() // 1_000_000 + 600_000), SLOT_BYTES * (1 + slot) + 8)
-    assert times_borrowed()[1:] == [0, 0, 0, 0, 0], "each core has an owner that computes"
+    for computes, num_tokens, is_borrowed in ((1, 100, False), (0, 40, True)):
+        for slot in (1, 2):
+            until_ms = computes * (time.monotonic_ns() // 1_000_000 + 600_000)
+            os.pwrite(file, struct.pack("=q", until_ms), SLOT_BYTES * (1 + slot) + 8)
+        found = times_borrowed(num_tokens)
+        assert [times > 0 for times in found[1:3]] == [is_borrowed] * 2, "while its owner computes, a core is lent to nobody"
+        assert found[3:] == [0, 0, 0], "three cores, each of which has an owner"
 
 
 def test_the_most_cores_that_a_worker_names_count_while_there_are_workers(path: str, request: pytest.FixtureRequest) -> None:
