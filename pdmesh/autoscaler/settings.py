@@ -43,7 +43,7 @@ class AutoscalerSettings:
     cool_down_s: float = field(
         default=120.0,
         metadata={
-            "help": "how long fewer replicas must have been enough, and none added, before a pool shrinks; 2.5 times beside bursts"
+            "help": "how long fewer must have been enough, and none added, before a pool shrinks; 2.5 times that beside bursts"
         },
     )
     headroom: float = field(default=0.1, metadata={"help": "a pool shrinks only if the rest would bear this share more"})
