@@ -92,7 +92,7 @@ async def test_a_frozen_worker_and_a_killed_one_cost_no_token_and_keep_no_core(t
 
     A worker borrows the first slots that are free, on two cores one. So the decode worker with the lower slot is frozen: a prompt
     takes its core before the other's. Each time there are new prompts: what is cached takes no core. Those for the frozen
-    worker's core have a length of their own: cores are borrowed for the third and fourth step of a size, then if that was quicker.
+    worker's core have a length of their own: cores are borrowed for the third and fourth step of a size, then if it pays.
     """
     prompts = [oracle.prompt_of(seed, 200 if 66 <= seed < 72 else 400) for seed in range(60, 84)]
     greedy = SamplingParams(temperature=0, max_tokens=8)
