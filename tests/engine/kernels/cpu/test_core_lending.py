@@ -115,7 +115,7 @@ def test_borrowed_cores_change_no_bit(
 def test_cores_without_an_owner_are_borrowed_as_far_as_there_are_cores(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """As of workers that are yet to start, or that were removed; nobody's file says on which core such a thread computes."""
+    """As of workers that are yet to start, or that were removed."""
     monkeypatch.setattr(CoreTable, "max_guests", 3)
     folder = make_tiny_model(tmp_path, "llama")
     reference = native(folder)
@@ -143,7 +143,7 @@ def test_cores_without_an_owner_are_borrowed_as_far_as_there_are_cores(
             until_ms = computes * (time.monotonic_ns() // 1_000_000 + 600_000)
             os.pwrite(file, struct.pack("=q", until_ms), SLOT_BYTES * (1 + slot) + 8)
         found = times_borrowed(num_tokens)
-        assert [times > 0 for times in found[1:3]] == [is_borrowed] * 2, "while its owner computes, a core is lent to nobody"
+        assert [times > 0 for times in found[1:3]] == [is_borrowed] * 2, "while its owner computes, a core is not lent"
         assert found[3:] == [0, 0, 0], "three cores, each of which has an owner"
 
 
