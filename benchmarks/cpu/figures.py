@@ -168,7 +168,7 @@ def prefill_shares(results: Results) -> Iterator[Figure]:
                 continue
             limit = results.limits.prefill_speed(results.sizes, width, length)
             label = f"{results.label}: {contestant.name}: prefill of {length} tokens, share of product peak"
-            yield Figure(f"{label} (with attention's at bf16's)", speed / limit, "share", "higher", goal=goal, limit=1.0)
+            yield Figure(f"{label} (with attention's at its own)", speed / limit, "share", "higher", goal=goal, limit=1.0)
             rate = speed / length * results.sizes.prefill_weight_operations(length)
             yield Figure(f"{label} (weights' alone)", rate / results.limits.peak(width), "share", "higher", limit=1.0)
 

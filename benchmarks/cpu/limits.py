@@ -11,15 +11,16 @@ from pathlib import Path
 from pdmesh.engine.kernels.cpu import library
 
 READ, INT8, BF16 = "read bandwidth, all threads", "int8 product peak", "bf16 product peak"
-INT4 = "int4 product peak"
+INT4, KV = "int4 product peak", "int8 KV product peak"
 # How each limit is measured; in turn with the contestants, so that a machine's moods touch all alike.
 LIMIT_CASES: Mapping[str, Callable[[], float]] = {
     READ: library.read_bandwidth_gb_s,
     INT8: library.int8_peak_gop_s,
     INT4: library.int4_peak_gop_s,
     BF16: library.bf16_peak_gflop_s,
+    KV: library.kv_peak_gop_s,
 }
-UNITS = {READ: "GB/s", INT8: "GOP/s", INT4: "GOP/s", BF16: "GFLOP/s"}
+UNITS = {READ: "GB/s", INT8: "GOP/s", INT4: "GOP/s", BF16: "GFLOP/s", KV: "GOP/s"}
 _KV_BYTES_PER_NUMBER = 2
 
 
@@ -90,14 +91,15 @@ class MachineLimits:
     int8_operations_s: float
     bf16_operations_s: float
     int4_operations_s: float | None = None  # of integers alone; None: as int8
+    kv_operations_s: float | None = None  # of attention with int8 keys and values; None: as bf16
 
     @staticmethod
     def of(medians: Mapping[str, float]) -> MachineLimits | None:
         """Return them; None where the machine could not be measured, since there is no compiler for the kernels."""
         if not {READ, INT8, BF16} <= medians.keys():
             return None
-        int4 = medians.get(INT4, medians[INT8])
-        return MachineLimits(medians[READ] * 1e9, medians[INT8] * 1e9, medians[BF16] * 1e9, int4 * 1e9)
+        int4, kv = medians.get(INT4, medians[INT8]), medians.get(KV, medians[BF16])
+        return MachineLimits(medians[READ] * 1e9, medians[INT8] * 1e9, medians[BF16] * 1e9, int4 * 1e9, kv * 1e9)
 
     def peak(self, bytes_per_weight: float) -> float:
         """Return the peak for weights so wide."""
@@ -116,9 +118,11 @@ class MachineLimits:
         return batch / max(num_bytes / self.bytes_s, compute_s)
 
     def prefill_speed(self, sizes: ModelSizes, bytes_per_weight: float, length: int) -> float:
-        """Return tokens a second at most: weights' products at their peak, attention's at that of bf16."""
+        """Return tokens a second at most: weights' products at their peak, attention's at that of int8 KV beside weights that are
+        quantized, else at that of bf16."""
         seconds = sizes.prefill_weight_operations(length) / self.peak(bytes_per_weight)
-        return length / (seconds + sizes.prefill_attention_operations(length) / self.bf16_operations_s)
+        attention = self.kv_operations_s if bytes_per_weight < 2 and self.kv_operations_s is not None else self.bf16_operations_s
+        return length / (seconds + sizes.prefill_attention_operations(length) / attention)
 
 
 def _shapes(file: Path) -> dict[str, list[int]]:

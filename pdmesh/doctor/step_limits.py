@@ -23,9 +23,8 @@ class Machine:
     attention_operations_per_s: float
 
     @staticmethod
-    def measure(numbers: str, num_threads: int) -> Machine:
-        """Measure it; `numbers` of the products with weights. Attention is multiplied in bfloat16, or in float32 beside it."""
-        attention = "float32" if numbers == "float32" else "bfloat16"
+    def measure(numbers: str, attention: str, num_threads: int) -> Machine:
+        """Measure it; `numbers` of the products with weights and of attention's, as `library.product_peak_gop_s` names them."""
         return Machine(
             library.read_bandwidth_gb_s(num_threads) * 1e9,
             library.product_peak_gop_s(numbers, num_threads) * 1e9,

@@ -99,7 +99,7 @@ class StepProfiler:
         self._engine = Engine(config, hash_block=hash_block, loaded=loaded)
         self._numbers = count()
         self._experts_read: list[Tensor] = []  # of each step of the case, [layers with experts]
-        self._machine = Machine.measure(self._numbers_of_products(), self._model.num_threads)
+        self._machine = Machine.measure(self._numbers_of_products(), self._numbers_of_attention(), self._model.num_threads)
         self.numeric_mode = loaded.numeric_mode
 
     def run(self, case: Case) -> StepProfile:
@@ -119,6 +119,11 @@ class StepProfiler:
         """Return the numbers that are multiplied: int4 weights become int8."""
         kind = self._model.weights.head.format
         return {"int4": "int8", "wide bfloat16": "bfloat16"}.get(kind, kind)
+
+    def _numbers_of_attention(self) -> str:
+        """Return those of its products: a latent's int8 numbers become bfloat16."""
+        dtype = str(self._engine.kv.shape.dtype).removeprefix("torch.")
+        return {"int8": "bfloat16" if self._engine.model_config.latent else "int8 KV"}.get(dtype, dtype)
 
     def _work_of(self, case: Case) -> Work:
         work = Work.prefill(case.context)

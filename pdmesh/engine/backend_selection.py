@@ -46,7 +46,7 @@ class Numerics:
         return int(others * width + table * (self.dtype.itemsize + max(width, 1.0)))
 
     def name(self, kernels: str) -> str:
-        """Return all that decides the bits of a logit besides the weights and the KV dtype, such as `int8-native3-avx512_bf16`:
+        """Return all that decides the bits of a logit besides the weights and the KV dtype, such as `int8-native4-avx512_bf16`:
         format of the weights (and of what is not quantized, if not bfloat16), kernels."""
         weights = f"{self.weights}g{self.group}" if self.weights == "int4" else self.weights
         weights += "a8" if self.rounds_activations else ""

@@ -91,6 +91,11 @@ def test_limits_follow_bytes_or_products() -> None:
     assert narrow == pytest.approx(1000 / (1000 + 1000 * 20))
     attention_s = 4 * 2 * 8 * 10 * 11 / 2 / 1e6
     assert limits.prefill_speed(SIZES, 2.0, 10) == pytest.approx(10 / (2 * (9000 + 100) / 1e6 + attention_s))
+    weights_s = 2 * (9000 + 100) / 1e9
+    assert limits.prefill_speed(SIZES, 1.0, 10) == pytest.approx(10 / (weights_s + attention_s))
+    both = replace(limits, kv_operations_s=4e6)
+    assert both.prefill_speed(SIZES, 1.0, 10) == pytest.approx(10 / (weights_s + attention_s / 4))
+    assert both.prefill_speed(SIZES, 2.0, 10) == limits.prefill_speed(SIZES, 2.0, 10)
 
 
 def test_a_step_reads_the_experts_that_its_tokens_take() -> None:

@@ -359,7 +359,7 @@ def test_the_native_backend_loads_without_a_warning(folder: Path, caplog: pytest
     loaded = load(folder)
     assert isinstance(loaded.model, NativeModel)
     assert (loaded.dtype, loaded.kv_dtype) == (BF16, I8)
-    assert loaded.numeric_mode == f"int8-native3-{isa.detect().mode}"
+    assert loaded.numeric_mode == f"int8-native4-{isa.detect().mode}"
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 

@@ -45,7 +45,7 @@ def test_the_command(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--batches", "2", "--prefill", "30", "--context", "5", "--steps", "4", "--threads", "1", "--dtype", "float32"]
     assert cli.run(["profile", str(tiny), *options]) == 0
     shown = capsys.readouterr().out
-    assert "float32-native3-" in shown and "decode, batch 2: " in shown and "prefill, 30 tokens: " in shown
+    assert "float32-native4-" in shown and "decode, batch 2: " in shown and "prefill, 30 tokens: " in shown
     assert cli.run(["profile", str(tiny), *options, "--json"]) == 0
     content = json.loads(capsys.readouterr().out)
     assert [list(step["parts_ns"]) for step in content["steps"]] == [STAGES, STAGES]

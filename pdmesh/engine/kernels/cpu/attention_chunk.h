@@ -14,11 +14,17 @@ namespace pdmesh {
 constexpr int kChunk = 128;       // keys of a chunk
 constexpr int kChunkGroups = kChunk / kGroup;
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
+constexpr float kMostWord = 32767;  // of a row of int16, which is symmetric
+
+// What makes `limit`, the largest magnitude of a row, kMostWord. 0 for rows of zeros, and of numbers too small to be told apart.
+inline float factor_of_words(float limit) { return limit > 1e-30f ? kMostWord / limit : 0.0f; }
 
 // Some rows of one sequence and one key/value head: `num_queries` tokens from position `position`, each with the query heads of
-// the key/value head. `queries` as prepare_query leaves them, rows [num_queries * num_groups].
+// the key/value head. `queries` as AttentionStage::write_query leaves them, rows [num_queries * num_groups]; `query_scales`: of the
+// rows, where they are int16.
 struct QueryTile {
     const uint8_t* queries;
+    const float* query_scales;
     size_t stride;
     int num_queries, num_groups, position, head;
     int64_t window;  // 0: none; below 0: chunks of so many tokens
@@ -52,7 +58,7 @@ struct AttentionShape {
 // Buffers of one thread for tiles of up to `max_rows` rows. Matrix tiles read and write rows beside them, up to a multiple of 32.
 // `panels`: keys or values as these read them (attention_tiles.h).
 struct AttentionScratch {
-    Buffer<float> scores, output, result;
+    Buffer<float> scores, output, result, weight_scales;
     Buffer<uint8_t> weights, panels;
     Sums chunk, folded;
     AttentionScratch(int max_rows, const AttentionShape& shape) : chunk(max_rows), folded(max_rows) {
@@ -61,6 +67,7 @@ struct AttentionScratch {
         output.reserve(rows * shape.value_dim);
         result.reserve(rows * shape.value_dim);
         weights.reserve(rows * kChunk * 4);
+        weight_scales.reserve(rows);
         panels.reserve(std::max(2 * (shape.key_dim / 2 * kUnit), kChunkGroups * 2 * (kGroup / 2 * kUnit)));
     }
 };

@@ -22,8 +22,7 @@ class AttentionStage {
         }
     }
 
-    // Of this step, whose queries lie as [key/value head][token][query head of it][key_dim], float32 beside a pool in float32, else
-    // bfloat16. Room is made for them.
+    // Of this step, whose queries lie as [key/value head][token][query head of it][key_dim]. Room is made for them.
     void begin(const PdmeshStep& step) {
         step_ = &step;
         kv_.num_blocks = step.num_blocks;
@@ -34,16 +33,39 @@ class AttentionStage {
         partial_outputs_.reserve(static_cast<size_t>(plan_.num_partials) * plan_.partial_rows * shape_.value_dim);
         const size_t query_rows = static_cast<size_t>(step.num_tokens) * kv_.num_kv_heads * groups_ + 32;  // matrix tiles read some more
         queries_.reserve(query_rows * shape_.key_dim * 4);
+        query_scales_.reserve(query_rows);
         attended_.reserve(static_cast<size_t>(step.num_tokens) * attended_stride());
     }
 
     const KVGeometry& kv() const { return kv_; }
     const AttentionPlan& plan() const { return plan_; }
     bool has_tails() const { return !plan_.tails.empty(); }
-    int query_element() const { return kv_.format == kFloat32 ? 4 : 2; }
-    uint8_t* query(int token, int head, int group) const {
-        const size_t row = (static_cast<size_t>(head) * step_->num_tokens + token) * groups_ + group;
-        return queries_.get() + row * shape_.key_dim * query_element();
+    // `query` [key_dim], times `factor`, to where the products take it: float32 beside a pool in float32; int16 and a scale beside one
+    // in int8 that no matrix tiles multiply; else bfloat16.
+    [[gnu::always_inline]] void write_query(int token, int head, int group, const float* query, float factor) const {
+        const size_t row = row_of(token, head, group);
+        uint8_t* out = query_row(row);
+        with_dot(dot_format(), shape_, [&](auto dot) {
+            constexpr bool is_words = std::is_same_v<decltype(dot), DotInt8AsWords>;
+            F most = f_zero(), finite = f_zero();  // the latter stays 0, but NaN where a number is NaN or infinite: integers would hide it
+            if constexpr (is_words) {
+                for (int d = 0; d < shape_.key_dim; d += 16) {
+                    const F x = f_load(query + d);
+                    most = f_max(most, f_abs(x));
+                    finite = f_fma(x, f_zero(), finite);
+                }
+                const float limit = f_hmax(most);
+                query_scales_.get()[row] = limit / kMostWord * factor + f_sum(finite);
+                factor = factor_of_words(limit);
+            }
+            const F factors = f_set(factor);
+            for (int d = 0; d < shape_.key_dim; d += 16) {
+                const F x = f_load(query + d) * factors;
+                if constexpr (std::is_same_v<decltype(dot), DotFloat32>) f_store(reinterpret_cast<float*>(out) + d, x);
+                else if constexpr (is_words) f_store_i16(reinterpret_cast<int16_t*>(out) + d, x);
+                else f_store_bf16(reinterpret_cast<uint16_t*>(out) + d, x);
+            }
+        });
     }
     // [token][query head][value_dim]
     float* attended() const { return attended_.get(); }
@@ -58,7 +80,7 @@ class AttentionStage {
 
     // Call on every rank; a barrier after.
     [[gnu::noinline]] void attend(int rank, int index, const PdmeshLayer& layer) {
-        with_dot(shape_.is_latent && kv_.format == kInt8 ? kBFloat16 : kv_.format, [&](auto dot) {
+        with_dot(dot_format(), shape_, [&](auto dot) {
             // The cursor runs one chunk ahead, so that its keys arrive while the one before is computed.
             Cursor cursor(*this, index, layer);
             const Item* before = nullptr;
@@ -88,6 +110,12 @@ class AttentionStage {
         return loose_groups_.get() + (tail.num_before + static_cast<int64_t>(head) * tail.groups) * kv_.loose_group_bytes();
     }
 
+    // Latent keys and values are laid out as bf16 before they are multiplied.
+    int dot_format() const { return shape_.is_latent && kv_.format == kInt8 ? kBFloat16 : kv_.format; }
+    size_t row_of(int token, int head, int group) const { return (static_cast<size_t>(head) * step_->num_tokens + token) * groups_ + group; }
+    size_t query_stride() const { return static_cast<size_t>(shape_.key_dim) * (kv_.format == kFloat32 ? 4 : 2); }
+    uint8_t* query_row(size_t row) const { return queries_.get() + row * query_stride(); }
+
     float* partial_sums(int partial) { return partial_sums_.get() + static_cast<size_t>(partial) * plan_.partial_rows * 2; }
     float* partial_output(int partial) {
         return partial_outputs_.get() + static_cast<size_t>(partial) * plan_.partial_rows * shape_.value_dim;
@@ -98,7 +126,8 @@ class AttentionStage {
         const int position = step_->context_lens[item.seq] - plan_.queries_of(item.seq) + item.first_query;
         const Tail* tail = plan_.tails_of[item.seq];
         const float* sinks = layer.sinks ? layer.sinks + item.head * groups_ : nullptr;
-        return {query(first, item.head, 0), static_cast<size_t>(shape_.key_dim) * query_element(), item.num_queries, groups_, position, item.head,
+        const size_t row = row_of(first, item.head, 0);
+        return {query_row(row), query_scales_.get() + row, query_stride(), item.num_queries, groups_, position, item.head,
                 layer.window, step_->blocks + step_->block_starts[item.seq], tail ? tail->start : INT_MAX,
                 tail ? loose_groups(*tail, item.head) : nullptr, sinks};
     }
@@ -189,7 +218,7 @@ class AttentionStage {
     AttentionPlan plan_;
     const PdmeshStep* step_ = nullptr;
     Buffer<uint8_t> queries_, loose_groups_;
-    Buffer<float> attended_, partial_sums_, partial_outputs_;
+    Buffer<float> query_scales_, attended_, partial_sums_, partial_outputs_;
     std::vector<std::unique_ptr<AttentionScratch>> scratch_;
     std::vector<std::unique_ptr<LatentChunk>> latents_;
 };

@@ -258,7 +258,7 @@ def gather(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 GIB = 2**30
-_KINDS = {"int8": 0, "bfloat16": 1, "float32": 2, "int4": 3}
+_KINDS = {"int8": 0, "bfloat16": 1, "float32": 2, "int4": 3, "int8 KV": 4}
 
 
 def read_bandwidth_gb_s(num_threads: int = 0, *, num_bytes: int = GIB, repeats: int = 8) -> float:
@@ -271,7 +271,8 @@ def read_bandwidth_gb_s(num_threads: int = 0, *, num_bytes: int = GIB, repeats: 
 
 def product_peak_gop_s(kind: str, num_threads: int = 0, *, repeats: int = 20) -> float:
     """Return 10^9 operations a second (a multiplication and an addition are two) of products by the kernels' inner
-    loops on what the first cache holds; `kind`: int4 (without scales), int8, bfloat16 or float32. Raises KeyError for another."""
+    loops on what the first cache holds; `kind`: int4 (without scales), int8, bfloat16, float32, or "int8 KV" (attention's with
+    int8 keys and values). Raises KeyError for another."""
     rate: float = shared_library().pdmesh_product_peak(_KINDS[kind], _threads(num_threads), repeats)
     return rate / 1e9
 
@@ -289,6 +290,11 @@ def int4_peak_gop_s(num_threads: int = 0) -> float:
 def bf16_peak_gflop_s(num_threads: int = 0) -> float:
     """Return the peak of bfloat16 products, in 10^9 operations a second."""
     return product_peak_gop_s("bfloat16", num_threads)
+
+
+def kv_peak_gop_s(num_threads: int = 0) -> float:
+    """Return the peak of attention's products with int8 keys and values, in 10^9 operations a second."""
+    return product_peak_gop_s("int8 KV", num_threads)
 
 
 def _threads(num_threads: int) -> int:

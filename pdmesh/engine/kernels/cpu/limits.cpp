@@ -141,7 +141,7 @@ double work(int kind, int shape) {
         tile_dots<true>(tile_rounds);
         return tile_rounds * tile_operations;
     }
-    if (kind == 1) {
+    if (kind == 1 || kind == 4) {
         tile_dots<false>(tile_rounds);
         return tile_rounds * tile_operations / 2;
     }
@@ -149,6 +149,7 @@ double work(int kind, int shape) {
     if (kind == 0) return dots_of<DotInt8>(shape, rounds, 128);
     if (kind == 1) return dots_of<DotBFloat16>(shape, rounds, 64);
     if (kind == 2) return dots_of<DotFloat32>(shape, rounds, 32);
+    if (kind == 4) return dots_of<DotInt8AsWords>(shape, rounds, 64);
     return nibbles_of(shape, rounds);
 }
 
@@ -185,7 +186,8 @@ double pdmesh_read_bandwidth(const uint8_t* data, int64_t num_bytes, int32_t num
     return best;
 }
 
-// Operations (a multiplication and an addition are two) per second of all threads; kind 0: int8, 1: bf16, 2: float32, 3: int4. On
+// Operations (a multiplication and an addition are two) per second of all threads; kind 0: int8, 1: bf16, 2: float32, 3: int4,
+// 4: int8 keys and values. On
 // matrix tiles where the kernels' products are.
 double pdmesh_product_peak(int32_t kind, int32_t num_threads, int32_t repeats) {
     Team team(num_threads, 1000);

@@ -25,7 +25,7 @@ from pdmesh.engine.runner.decode_batch import DecodeBatch
 
 # Part of the numeric mode: raise it with every change of the kernels that changes bits of a logit or the layout of KV blocks,
 # and with every change of the quantization of weights.
-KERNEL_REVISION = 3
+KERNEL_REVISION = 4
 MAX_HEAD_DIM = 512
 GROUP_TOKENS = 16  # tokens of a group in a KV block: see attention.h
 INT8_SCALE_BYTES = 4  # a token's scale for each head, at the end of its int8 block

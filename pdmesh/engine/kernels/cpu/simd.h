@@ -13,7 +13,7 @@
 //   f_equal_mask(a, b)      bit i: are the lanes i equal?
 //   f_maxima_of_4(p)        lane i: the largest magnitude of p[4i .. 4i+3] (64 floats)
 //   f_from(I)               int32 -> float;  f_bits(I): the same bits
-//   f_load_bf16 f_store_bf16 f_load_f16 f_store_i8      16 numbers of another type in memory
+//   f_load_bf16 f_store_bf16 f_load_f16 f_store_i8 f_store_i16      16 numbers of another type in memory
 //   i_load i_store i_zero   64 bytes;  i_broadcast: 4 bytes to all lanes
 //   i_minus_128_times(x, sum)     x - 128 sum, in int32
 //   dot_u8s8(acc, u, s)     acc[i] += sum of 4 products, bytes 4i .. 4i+3 of u (unsigned) and s (signed); exact in int32
@@ -24,8 +24,8 @@
 //   i_add_nibbles(acc, part)      adds to int32 sums
 //   dot_bf16(acc, a, b)     acc[i] += a[2i] b[2i] + a[2i+1] b[2i+1] of bf16 pairs
 //   bf16_from_i8(p)         32 int8 as 32 bf16
-//   pairs_from_i8(p), dot_pairs(acc, a, b)    dot_bf16 of 32 int8 `a`, in the tier's own form, and bf16 pairs b: the same bits,
-//                                             kPairsScale (a power of two) times as large
+//   words_from_i8(p)        32 int8 as int16, in the tier's own form
+//   dot_words(acc, a, b)    acc[i] += a[2i] b[2i] + a[2i+1] b[2i+1] of such `a` and of int16 pairs b, the same in all lanes; exact in int32
 //   i_low_nibbles i_high_nibbles     of each byte
 #pragma once
 
@@ -70,11 +70,6 @@ namespace pdmesh {
 [[gnu::always_inline]] inline I i_weights(const void* p) { return i_load(p); }
 [[gnu::always_inline]] inline I dot_weights(I acc, I w, I s) { return dot_u8s8(acc, w, s); }
 [[gnu::always_inline]] inline I i_products(I x, I sum) { return i_minus_128_times(x, sum); }
-#endif
-#if !defined(PDMESH_APART_PAIRS)
-constexpr float kPairsScale = 1;
-[[gnu::always_inline]] inline I pairs_from_i8(const int8_t* p) { return bf16_from_i8(p); }
-[[gnu::always_inline]] inline F dot_pairs(F acc, I a, I b) { return dot_bf16(acc, a, b); }
 #endif
 #if !defined(PDMESH_NARROW_NIBBLES)
 constexpr int kNibbleSteps = INT_MAX;

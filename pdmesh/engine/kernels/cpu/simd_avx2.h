@@ -19,7 +19,7 @@ namespace pdmesh {
 
 constexpr int kMostRows = 6, kMostPanels = 2;  // of a tile
 // A vector is two of the 16 registers; what is broadcast takes one or two more. Pairs of nibbles and of bf16 lie apart.
-constexpr TileRoom kFloatRoom{1, 7}, kBFloat16Room{2, 7, true};
+constexpr TileRoom kFloatRoom{1, 7}, kBFloat16Room{2, 7, true}, kWordsRoom{1, 7};
 #if defined(PDMESH_ISA_AVX_VNNI)
 constexpr TileRoom kInt8Room{1, 7}, kNibbleRoom{2, 7};
 #else
@@ -32,10 +32,6 @@ struct F {
 struct I {
     __m256i lo, hi;
 };
-struct Pairs {
-    F even, odd;
-};
-
 PDMESH_INLINE F f_zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 PDMESH_INLINE F f_set(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 PDMESH_INLINE F f_load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
@@ -121,6 +117,11 @@ PDMESH_INLINE __m256i in_order(__m256i packed) { return _mm256_permute4x64_epi64
 PDMESH_INLINE void f_store_bf16(uint16_t* p, F x) {
     const __m256i packed = _mm256_packus_epi32(bf16_bits(x.lo), bf16_bits(x.hi));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), in_order(packed));
+}
+// Rounded to integers and stored as int16; callers stay within [-32767, 32767].
+PDMESH_INLINE void f_store_i16(int16_t* p, F x) {
+    const __m256i words = in_order(_mm256_packs_epi32(_mm256_cvtps_epi32(x.lo), _mm256_cvtps_epi32(x.hi)));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), words);
 }
 // Rounded to integers and stored as int8; callers stay within [-127, 127].
 PDMESH_INLINE void f_store_i8(int8_t* p, F x) {
@@ -225,21 +226,23 @@ PDMESH_INLINE I bf16_from_i8(const int8_t* p) {
     return {bf16_from_words(low), bf16_from_words(high)};
 }
 
-#define PDMESH_APART_PAIRS 1
-// A byte becomes the upper one of its integer, which saves the shifts that would bring its sign down: numbers come out kPairsScale
-// times as large, and so do their sums, to the bit (but for what is subnormal without it).
-constexpr float kPairsScale = 1 << 24;
-PDMESH_INLINE Pairs pairs_from_i8(const int8_t* p) {
-    const __m256i evens = _mm256_setr_epi8(-1, -1, -1, 0, -1, -1, -1, 2, -1, -1, -1, 4, -1, -1, -1, 6, -1, -1, -1, 8, -1, -1, -1, 10, -1, -1, -1, 12, -1, -1, -1, 14);
-    const __m256i odds = _mm256_setr_epi8(-1, -1, -1, 1, -1, -1, -1, 3, -1, -1, -1, 5, -1, -1, -1, 7, -1, -1, -1, 9, -1, -1, -1, 11, -1, -1, -1, 13, -1, -1, -1, 15);
-    const __m256i low = _mm256_broadcastsi128_si256(load_half(p)), high = _mm256_broadcastsi128_si256(load_half(p + 16));
-    return {{_mm256_cvtepi32_ps(_mm256_shuffle_epi8(low, evens)), _mm256_cvtepi32_ps(_mm256_shuffle_epi8(high, evens))},
-            {_mm256_cvtepi32_ps(_mm256_shuffle_epi8(low, odds)), _mm256_cvtepi32_ps(_mm256_shuffle_epi8(high, odds))}};
+// 32 int8 as 32 int16 in the same order.
+PDMESH_INLINE I words_from_i8(const int8_t* p) { return {_mm256_cvtepi8_epi16(load_half(p)), _mm256_cvtepi8_epi16(load_half(p + 16))}; }
+#if defined(PDMESH_ISA_AVX_VNNI)
+PDMESH_INLINE I dot_words(I acc, I a, I b) {
+    asm("%{vex%} vpdpwssd %2, %1, %0" : "+x"(acc.lo) : "x"(a.lo), "x"(b.lo));
+    asm("%{vex%} vpdpwssd %2, %1, %0" : "+x"(acc.hi) : "x"(a.hi), "x"(b.hi));
+    return acc;
 }
-PDMESH_INLINE F dot_pairs(F acc, const Pairs& a, I b) {
-    return {_mm256_fmadd_ps(a.odd.lo, odd_bf16(b.lo), _mm256_fmadd_ps(a.even.lo, even_bf16(b.lo), acc.lo)),
-            _mm256_fmadd_ps(a.odd.hi, odd_bf16(b.hi), _mm256_fmadd_ps(a.even.hi, even_bf16(b.hi), acc.hi))};
+#else
+// In assembly: GCC 12 keeps all of a tile's products until it adds them, and spills the sums, which halves the speed.
+PDMESH_INLINE I dot_words(I acc, I a, I b) {
+    __m256i product;
+    asm("vpmaddwd %3, %2, %0\n\tvpaddd %0, %1, %1" : "=&x"(product), "+x"(acc.lo) : "x"(a.lo), "x"(b.lo));
+    asm("vpmaddwd %3, %2, %0\n\tvpaddd %0, %1, %1" : "=&x"(product), "+x"(acc.hi) : "x"(a.hi), "x"(b.hi));
+    return acc;
 }
+#endif
 
 PDMESH_INLINE void f_store_first(float* p, F x, int count) {
     const __m256i wanted = _mm256_set1_epi32(count);

@@ -8,7 +8,7 @@
 namespace pdmesh {
 
 constexpr int kMostRows = 6, kMostPanels = 4;  // of a tile: 24 accumulators of 32 registers
-constexpr TileRoom kFloatRoom{1, 31}, kBFloat16Room{1, 31}, kInt8Room{1, 31}, kNibbleRoom{2, 31};
+constexpr TileRoom kFloatRoom{1, 31}, kBFloat16Room{1, 31}, kInt8Room{1, 31}, kNibbleRoom{2, 31}, kWordsRoom{1, 31};
 
 struct F {
     __m512 v;
@@ -82,6 +82,10 @@ inline void f_store_bf16(uint16_t* p, F x) {
 #endif
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), bits);
 }
+// Rounded to integers and stored as int16; callers stay within [-32767, 32767].
+inline void f_store_i16(int16_t* p, F x) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(x.v)));
+}
 // Rounded to integers and stored as int8; callers stay within [-127, 127].
 inline void f_store_i8(int8_t* p, F x) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x.v)));
@@ -114,6 +118,13 @@ inline I i_minus_128_times(I x, I sum) { return {_mm512_sub_epi32(x.v, _mm512_sl
 // speed of a product.
 inline I dot_u8s8(I acc, I u, I s) {
     asm("vpdpbusd %2, %1, %0" : "+v"(acc.v) : "v"(u.v), "v"(s.v));
+    return acc;
+}
+
+// 32 int8 as 32 int16 in the same order.
+inline I words_from_i8(const int8_t* p) { return {_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
+inline I dot_words(I acc, I a, I b) {
+    asm("vpdpwssd %2, %1, %0" : "+v"(acc.v) : "v"(a.v), "v"(b.v));
     return acc;
 }
 

@@ -22,7 +22,7 @@ namespace pdmesh {
 constexpr int kMostRows = 6, kMostPanels = 2;  // of a tile
 // A vector is four of the 32 registers; the last four hold what is broadcast. Pairs of nibbles, and of bf16 where the processor
 // cannot multiply them, lie apart.
-constexpr TileRoom kFloatRoom{1, 7}, kInt8Room{1, 7}, kNibbleRoom{2, 7};
+constexpr TileRoom kFloatRoom{1, 7}, kInt8Room{1, 7}, kNibbleRoom{2, 7}, kWordsRoom{1, 7};
 #if defined(PDMESH_NEON_BF16)
 constexpr TileRoom kBFloat16Room{1, 7};
 #else
@@ -156,6 +156,14 @@ PDMESH_INLINE void f_store_bf16(uint16_t* p, F x) {
     vst1q_u16(p, halves(x.v[0], x.v[1]));
     vst1q_u16(p + 8, halves(x.v[2], x.v[3]));
 }
+// Rounded to integers and stored as int16; callers stay within [-32767, 32767].
+PDMESH_INLINE void f_store_i16(int16_t* p, F x) {
+    const auto words = [](float32x4_t low, float32x4_t high) {
+        return vcombine_s16(vmovn_s32(vcvtnq_s32_f32(low)), vmovn_s32(vcvtnq_s32_f32(high)));
+    };
+    vst1q_s16(p, words(x.v[0], x.v[1]));
+    vst1q_s16(p + 8, words(x.v[2], x.v[3]));
+}
 // Rounded to integers and stored as int8; callers stay within [-127, 127].
 PDMESH_INLINE void f_store_i8(int8_t* p, F x) {
     const auto words = [](float32x4_t low, float32x4_t high) {
@@ -269,21 +277,26 @@ PDMESH_INLINE I bf16_from_i8(const int8_t* p) {
              convert(vmovl_high_s8(second))}};
 }
 
-#if !defined(PDMESH_NEON_BF16)
-#define PDMESH_APART_PAIRS 1
-constexpr float kPairsScale = 1;
-struct Pairs {
-    F even, odd;
+// The even and the odd ones of 32 int8 as int16.
+struct Words {
+    int16x8_t even[2], odd[2];
 };
-PDMESH_INLINE F f_from_i8(int8x16_t x) {
-    const int16x8_t low = vmovl_s8(vget_low_s8(x)), high = vmovl_high_s8(x);
-    return f_from({{vmovl_s16(vget_low_s16(low)), vmovl_high_s16(low), vmovl_s16(vget_low_s16(high)), vmovl_high_s16(high)}});
-}
-PDMESH_INLINE Pairs pairs_from_i8(const int8_t* p) {
+PDMESH_INLINE Words words_from_i8(const int8_t* p) {
     const int8x16x2_t bytes = vld2q_s8(p);
-    return {f_from_i8(bytes.val[0]), f_from_i8(bytes.val[1])};
+    const int8x16_t even = bytes.val[0], odd = bytes.val[1];
+    return {{vmovl_s8(vget_low_s8(even)), vmovl_high_s8(even)}, {vmovl_s8(vget_low_s8(odd)), vmovl_high_s8(odd)}};
 }
-PDMESH_INLINE F dot_pairs(F acc, const Pairs& a, I b) { return f_fma(a.odd, odd_bf16(b), f_fma(a.even, even_bf16(b), acc)); }
-#endif
+// All lanes of `b` are equal.
+PDMESH_INLINE I dot_words(I acc, const Words& a, I b) {
+    const int16x8_t pair = vreinterpretq_s16_s32(b.v[0]);
+    const auto low = [=](int32x4_t acc, int16x8_t even, int16x8_t odd) {
+        return vmlal_laneq_s16(vmlal_laneq_s16(acc, vget_low_s16(even), pair, 0), vget_low_s16(odd), pair, 1);
+    };
+    const auto high = [=](int32x4_t acc, int16x8_t even, int16x8_t odd) {
+        return vmlal_high_laneq_s16(vmlal_high_laneq_s16(acc, even, pair, 0), odd, pair, 1);
+    };
+    return {{low(acc.v[0], a.even[0], a.odd[0]), high(acc.v[1], a.even[0], a.odd[0]), low(acc.v[2], a.even[1], a.odd[1]),
+             high(acc.v[3], a.even[1], a.odd[1])}};
+}
 
 }  // namespace pdmesh

@@ -13,7 +13,7 @@
 namespace pdmesh {
 
 constexpr int kMostRows = 4, kMostPanels = 2;  // of a tile
-constexpr TileRoom kFloatRoom{1, 7}, kBFloat16Room{2, 7}, kInt8Room{2, 7}, kNibbleRoom{2, 7};  // see simd_neon.h
+constexpr TileRoom kFloatRoom{1, 7}, kBFloat16Room{2, 7}, kInt8Room{2, 7}, kNibbleRoom{2, 7}, kWordsRoom{1, 7};  // see simd_neon.h
 
 typedef float Float4 __attribute__((vector_size(16)));
 typedef int32_t Int4 __attribute__((vector_size(16)));
@@ -207,6 +207,10 @@ PDMESH_INLINE void f_store_bf16(uint16_t* p, F x) {
 PDMESH_INLINE void f_store_i8(int8_t* p, F x) {
     store_low_bits(p, by_quarters<I>([](Float4 x) { return bits_as<Int4>(x + 12582912.0f); }, x));
 }
+// The same as int16; callers stay within [-32767, 32767].
+PDMESH_INLINE void f_store_i16(int16_t* p, F x) {
+    store_low_bits(p, by_quarters<I>([](Float4 x) { return bits_as<Int4>(x + 12582912.0f); }, x));
+}
 
 PDMESH_INLINE I i_zero() { return {{all_four(0), all_four(0), all_four(0), all_four(0)}}; }
 PDMESH_INLINE I i_broadcast(const void* p) {
@@ -238,6 +242,16 @@ PDMESH_INLINE I dot_u8s8(I acc, I u, I s) {
         return acc + low_words(even) + high_words(even) + low_words(odd) + high_words(odd);
     };
     return by_quarters<I>(dot, acc, u, s);
+}
+
+// 32 int8 as 32 int16 in the same order, two to a lane.
+PDMESH_INLINE I words_from_i8(const int8_t* p) {
+    const auto convert = [](Int4 pair) { return (((pair << 24) >> 24) & 0xffff) | (((pair << 16) >> 24) << 16); };
+    return by_quarters<I>(convert, lanes_from_words(p));
+}
+PDMESH_INLINE I dot_words(I acc, I a, I b) {
+    const auto dot = [](Int4 acc, Int4 a, Int4 b) { return acc + low_words(a) * low_words(b) + high_words(a) * high_words(b); };
+    return by_quarters<I>(dot, acc, a, b);
 }
 
 PDMESH_INLINE Float4 even_bf16(Int4 x) { return bits_as<Float4>(x << 16); }

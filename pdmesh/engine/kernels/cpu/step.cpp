@@ -550,11 +550,12 @@ class Engine {
         const float* own = latent_queries(latent, token) + head * (latent.nope_dim + latent.rope_dim) + latent.nope_dim;
         std::memcpy(query, absorbed, sizeof(float) * latent.kv_rank);
         turn(own, rope, step_->positions[token], latent.rope_dim, query + latent.kv_rank);
-        scale_query(query, latent.kv_rank + latent.rope_dim, attention_.query(token, 0, head), temperature_of(layer, token));
+        attention_.write_query(token, 0, head, query, factor_of_query(layer, token));
     }
 
-    float temperature_of(const PdmeshLayer& layer, int token) const {
-        return layer.temperatures ? layer.temperatures[step_->positions[token]] : 1.0f;
+    // Scores are exponents of 2 from here on.
+    float factor_of_query(const PdmeshLayer& layer, int token) const {
+        return model_.attention_scale * kLog2E * (layer.temperatures ? layer.temperatures[step_->positions[token]] : 1.0f);
     }
 
     void write_latent(int rank, int index, const PdmeshLatent& latent, const PdmeshRope& rope, int token) {
@@ -615,18 +616,7 @@ class Engine {
         float* rotated = heads_[rank].data();
         for (int g = 0; g < groups_; g++) {
             rotate(row + (head * groups_ + g) * dim, layer, layer.query_norm, head * groups_ + g, step_->positions[token], rotated);
-            scale_query(rotated, dim, attention_.query(token, head, g), temperature_of(layer, token));
-        }
-    }
-
-    // Scores are exponents of 2 from here on.
-    [[gnu::always_inline]] void scale_query(const float* query, int dim, uint8_t* out, float temperature) const {
-        const F scale = f_set(model_.attention_scale * kLog2E * temperature);
-        const int element = attention_.query_element();
-        for (int d = 0; d < dim; d += 16) {
-            const F x = f_load(query + d) * scale;
-            if (element == 4) f_store(reinterpret_cast<float*>(out) + d, x);
-            else f_store_bf16(reinterpret_cast<uint16_t*>(out) + d, x);
+            attention_.write_query(token, head, g, rotated, factor_of_query(layer, token));
         }
     }
 

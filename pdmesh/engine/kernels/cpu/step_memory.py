@@ -39,7 +39,7 @@ class StepBuffers:
         mixed = max((self._mixed(layer.mlp) for layer in layers if isinstance(layer.mlp, PackedExperts)), default=0)
         inner = max(rows * _padded(mlp.down.num_inputs) for layer in layers for mlp, rows in self._mlps(layer))
         logits = self.num_rows * self.config.vocab_size
-        spare = _SPARE_ROWS * self._query_width()
+        spare = _SPARE_ROWS * (self._query_width() + 1)
         return (
             (floats + inner + logits + spare) * _FLOAT + mixed + self._prepared() + (self._adapted() if self.has_adapters else 0)
         )
@@ -55,13 +55,13 @@ class StepBuffers:
         return _padded(config.hidden_size) * (1 if is_added_at_once else 2) + _padded(first.qkv.num_outputs)
 
     def _attention(self) -> int:
-        """Return the floats of a token's queries and of what attention gives, also as multiplied with a latent's maps."""
+        """Return the floats of a token's queries, one of whose scale each, and of what attention gives, also as multiplied with a latent's maps."""
         config, latent = self.config, self.config.latent
         if latent is None:
-            return 2 * config.num_heads * config.head_dim
+            return 2 * config.num_heads * config.head_dim + config.num_heads
         queries = _padded(config.num_heads * (latent.nope_dim + latent.rope_dim)) if latent.query_rank else 0
         values = _padded(config.num_heads * latent.value_dim)
-        return config.num_heads * (latent.width + 2 * latent.kv_rank) + queries + values
+        return config.num_heads * (latent.width + 2 * latent.kv_rank + 1) + queries + values
 
     def _query_width(self) -> int:
         """Return the numbers of a query, which are as many as attention multiplies with a key."""

@@ -69,6 +69,7 @@ const Operation kOperations[] = {
     {"f_load_f16", [](const Block& x) { put(x, f_load_f16(words(x.a))); }},
     {"f_store_bf16", [](const Block& x) { f_store_bf16(reinterpret_cast<uint16_t*>(x.out), floats(x.a)); }},
     {"f_store_i8", [](const Block& x) { f_store_i8(reinterpret_cast<int8_t*>(x.out), floats(x.a)); }},
+    {"f_store_i16", [](const Block& x) { f_store_i16(reinterpret_cast<int16_t*>(x.out), floats(x.a)); }},
     {"i_zero", [](const Block& x) { put(x, i_zero()); }},
     {"i_load", [](const Block& x) { put(x, i_load(x.a)); }},
     {"i_broadcast", [](const Block& x) { put(x, i_broadcast(x.a)); }},
@@ -78,10 +79,7 @@ const Operation kOperations[] = {
     {"dot_u8s8", [](const Block& x) { put(x, dot_u8s8(i_load(x.a), i_load(x.b), i_load(x.c))); }},
     {"dot_bf16", [](const Block& x) { put(x, dot_bf16(floats(x.a), i_load(x.b), i_load(x.c))); }},
     {"bf16_from_i8", [](const Block& x) { put(x, bf16_from_i8(bytes(x.a))); }},
-    {"dot_pairs", [](const Block& x) {
-         const F acc = floats(x.a) * f_set(kPairsScale);
-         put(x, dot_pairs(acc, pairs_from_i8(bytes(x.b)), i_load(x.c)) * f_set(1 / kPairsScale));
-     }},
+    {"dot_words", [](const Block& x) { put(x, dot_words(i_load(x.a), words_from_i8(bytes(x.b)), i_broadcast(x.c))); }},
     {"dot_weights", [](const Block& x) { put(x, i_products(dot_weights(i_load(x.a), i_weights(x.b), i_load(x.c)), sums_of_4(x.c))); }},
     {"dot_nibbles", [](const Block& x) {  // as many as may go to one part, but no more than 4 units
          const int count = 2 * (kNibbleSteps < 4 ? kNibbleSteps : 4);

@@ -170,4 +170,4 @@ def test_numbers_name_themselves(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path)
     loaded = [load_model(EngineConfig(model=str(folder), **settings)) for settings in NUMBERS.values()]  # type: ignore[arg-type]
     assert len({(each.numeric_mode, each.kv_dtype) for each in loaded}) == len(loaded)
-    assert all("-native3-" in each.numeric_mode for each in loaded)
+    assert all("-native4-" in each.numeric_mode for each in loaded)

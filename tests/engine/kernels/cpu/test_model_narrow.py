@@ -48,7 +48,7 @@ def test_groups_of_int4(group: int, tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path, "qwen3", head_dim=32, **sizes)
     loop = native(folder, "int4", quantization_group=group)
     assert_rounds_as(Oracle(folder, numerics(loop, "int4", group)), loop, reference(folder).logits(prompt(LENGTH)))
-    assert loop.loaded.numeric_mode.startswith(f"int4g{group}-native3-")
+    assert loop.loaded.numeric_mode.startswith(f"int4g{group}-native4-")
 
 
 def test_a_group_that_does_not_divide_is_refused(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_a_gguf_of_4_bits_is_not_rounded_again(kind: Any, tmp_path: Path) -> Non
     folder, path = make_tiny_model(tmp_path / "hf", initializer_range=0.05), tmp_path / "model.gguf"
     write_gguf(folder, path, types=lambda name: kind if kind is not None and "_proj.weight" in name else gguf_type(name))
     plain, loop = reference(path).logits(prompt(LENGTH)), native(path)
-    assert loop.loaded.numeric_mode.startswith("int4g32-native3-")
+    assert loop.loaded.numeric_mode.startswith("int4g32-native4-")
     assert_rounds_as(Oracle(path, numerics(loop, "int4")), loop, plain)
     if kind is not None:  # all of it 4 bits: what is off is the rounding of activations alone
         assert errors(loop.logits(prompt(LENGTH)), plain).mean() < 0.03

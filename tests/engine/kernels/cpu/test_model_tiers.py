@@ -38,7 +38,7 @@ def tier(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def test_the_mode_names_the_tier(tier: str, tmp_path: Path) -> None:
-    assert load_model(EngineConfig(model=str(make_tiny_model(tmp_path)))).numeric_mode == f"int8-native3-{tier}"
+    assert load_model(EngineConfig(model=str(make_tiny_model(tmp_path)))).numeric_mode == f"int8-native4-{tier}"
 
 
 @pytest.mark.parametrize(

@@ -224,6 +224,8 @@ def test_int8_is_rounded_to_nearest_even(lanes: Lanes) -> None:
     ties = (np.arange(-127, 127, 0.5)[:496]).astype(np.float32).reshape(-1, 16)
     for x in (RANDOM.uniform(-127, 127, (256, 16)).astype(np.float32), ties, np.full((1, 16), 127, np.float32)):
         assert_same(lanes("f_store_i8", x, dtype=np.int8), np.rint(x).astype(np.int8))
+        wide = x * np.float32(258)
+        assert_same(lanes("f_store_i16", wide, dtype=np.int16), np.rint(wide).astype(np.int16))
 
 
 def test_bytes(lanes: Lanes) -> None:
@@ -251,6 +253,13 @@ def test_products_of_nibbles_are_exact(lanes: Lanes) -> None:
     u[:2], s[0], s[1] = 15, 127, -127  # the largest sums
     products = (u.astype(np.int32) * s.astype(np.int32)).reshape(-1, 16, 4)
     assert_same(lanes("dot_nibbles", acc, u, s, dtype=np.int32), acc + 8 * products.sum(axis=2, dtype=np.int32))
+
+
+def test_products_of_words_are_exact(lanes: Lanes) -> None:
+    acc, a, pair = integers(-(2**29), 2**29, np.int32), integers(-127, 127, np.int8, 32), integers(-32767, 32767, np.int16, 2)
+    a[:2], pair[0], pair[1] = 127, 32767, -32767  # the largest sums
+    products = a.astype(np.int32) * np.tile(pair, 16)
+    assert_same(lanes("dot_words", acc, a, pair, dtype=np.int32), acc + products.reshape(-1, 16, 2).sum(axis=2, dtype=np.int32))
 
 
 def test_what_finds_the_largest_units(lanes: Lanes) -> None:
@@ -282,8 +291,6 @@ def test_products_of_bf16_add_up_even_then_odd(lanes: Lanes) -> None:
 def test_int8_as_bf16(lanes: Lanes) -> None:
     x = np.arange(-127, 128).repeat(32).astype(np.int8).reshape(32, -1).T.copy().reshape(-1, 32)
     assert_same(lanes("bf16_from_i8", x, width=32, dtype=np.uint16), bf16(x.astype(np.float32)))
-    acc, b = RANDOM.normal(size=(len(x), 16)).astype(np.float32), bf16(RANDOM.normal(size=x.shape))
-    assert_same(lanes("dot_pairs", acc, x, b), lanes("dot_bf16", acc, bf16(x.astype(np.float32)), b))
 
 
 def test_tiers_agree(folder: Path) -> None:
@@ -293,6 +300,7 @@ def test_tiers_agree(folder: Path) -> None:
     assert_same_everywhere([tier("dot_u8s8", acc, u, s, dtype=np.int32) for tier in tiers])
     x, n = RANDOM.normal(size=(256, 16)).astype(np.float32) * 40, integers(-150, 127, np.float32)
     assert_same_everywhere([tier("f_store_i8", x / 2, dtype=np.int8) for tier in tiers])
+    assert_same_everywhere([tier("f_store_i16", x * 100, dtype=np.int16) for tier in tiers])
     assert_same_everywhere([tier("f_store_bf16", x, dtype=np.uint16) for tier in tiers])
     assert_same_everywhere([tier("f_scale2", x, n) for tier in tiers])
     assert_same_everywhere([tier("f_sum", x, width=1) for tier in tiers])
