@@ -9,6 +9,7 @@
 #include "abi.h"
 #include "gemm_tiles.h"
 #include "gemm_tiles_int4.h"
+#include "gemm_words.h"
 #include "panels.h"
 #include "parallel.h"
 #include "simd.h"
@@ -207,6 +208,8 @@ void emit_panels(const PdmeshLinear& linear, const Rows& rows, int begin, int en
         if (end - begin >= kFewestTileRows<Format>) return emit_tiles<Format>(linear, rows, begin, end, panel, count, emit);
     if constexpr (kHasTiles && Format == kInt4)
         if (end - begin >= kFewestInt4Rows && int4_fits_tiles(linear)) return emit_int4_tiles(linear, rows, begin, end, panel, count, emit);
+    if constexpr (kMultipliesWords && Format == kInt8)
+        if (end - begin >= kFewestWordRows) return emit_words(linear, rows, begin, end, panel, count, emit);
     constexpr int most = kTilePanels<Format>, high = kTileRows<Format>, pair_high = kPairRows<Format>;
     // Few rows: what counts is that weights come from memory without a pause and are at hand for a second tile, so two panels at
     // a time. Many: that each load serves many products, so the widest tiles.

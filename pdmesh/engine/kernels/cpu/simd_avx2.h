@@ -244,6 +244,20 @@ PDMESH_INLINE I dot_words(I acc, I a, I b) {
 }
 #endif
 
+#if !defined(PDMESH_ISA_AVX_VNNI)
+#define PDMESH_WIDENED_INT8 1
+// 64 bytes w + 128, 4 of each of 16 lanes, to two units of 64 bytes: the first and the last two of each lane as int16.
+PDMESH_INLINE void widen_unit(const uint8_t* unit, uint8_t* out) {
+    const __m256i first = _mm256_broadcastsi128_si256(_mm_setr_epi8(-1, 0, -1, 1, -1, 4, -1, 5, -1, 8, -1, 9, -1, 12, -1, 13));
+    const __m256i last = _mm256_broadcastsi128_si256(_mm_setr_epi8(-1, 2, -1, 3, -1, 6, -1, 7, -1, 10, -1, 11, -1, 14, -1, 15));
+    const auto words = [](__m256i bytes, __m256i order) { return _mm256_srai_epi16(_mm256_shuffle_epi8(bytes, order), 8); };
+    const I u = i_load(unit);
+    const __m256i half = _mm256_set1_epi8(-128), low = _mm256_xor_si256(u.lo, half), high = _mm256_xor_si256(u.hi, half);
+    i_store(out, {words(low, first), words(high, first)});
+    i_store(out + 64, {words(low, last), words(high, last)});
+}
+#endif
+
 PDMESH_INLINE void f_store_first(float* p, F x, int count) {
     const __m256i wanted = _mm256_set1_epi32(count);
     _mm256_maskstore_ps(p, _mm256_cmpgt_epi32(wanted, _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)), x.lo);

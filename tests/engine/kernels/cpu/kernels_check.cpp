@@ -72,7 +72,8 @@ struct Guarded {
 
 // ---- products --------------------------------------------------------------------------------------------------------------
 
-constexpr int kInputs = 128, kOutputs = 7 * kPanel, kRows = 41;
+constexpr int kInputs = 320,  // more than a block of what gemm_words.h widens
+              kOutputs = 7 * kPanel, kRows = 41;
 
 // Weights and rows of one format, and what each output is: an exact number, and the sum of the magnitudes of what it adds up.
 struct Product {

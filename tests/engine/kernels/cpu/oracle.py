@@ -3,7 +3,7 @@
     weights     float32 as they are, bfloat16 rounded, int8 and int4 quantized (the head is int8 where the others are int4)
     rows        before each product, in the partner format of its weights: float32, bfloat16 or int8 (int4: for each group)
     attention   keys and values as the cache has them; queries, and the weights of a chunk of keys, float32 beside a cache in
-                float32, else bfloat16
+                float32, bfloat16 beside one in bfloat16 and on matrix tiles, int16 (a scale for each row) beside one in int8
 
 Sums have another order here, so that now and then a number falls on the other side of a rounding: results are close, much closer
 than to those of float32, not equal.
@@ -12,13 +12,14 @@ than to those of float32, not equal.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from pdmesh.engine.backend_selection import Numerics
+from pdmesh.engine.kernels.cpu import isa
 from pdmesh.engine.loader.builder import open_checkpoint
 from pdmesh.engine.loader.quantize import dequantize_int4, dequantize_int8, quantize_int4, quantize_int8
 from pdmesh.engine.loader.safetensors import MissingTensor, WeightSource
@@ -28,6 +29,7 @@ from tests.engine.paged_loop import PagedLoop
 
 OUTLIERS = 4  # units of a row that may exceed the range of the others: kOutliers of gemm.h
 UNIT = 4
+TILE_STEP = 32  # numbers of a row that a matrix tile takes
 CHUNK = 128
 LENGTH = 290  # of the prompts that it is compared with: three chunks of keys
 
@@ -128,9 +130,9 @@ def _rounded(rows: Tensor, limit: Tensor) -> Tensor:
 
 def attention(query: Tensor, key: Tensor, value: Tensor, window: int | None, kv_dtype: torch.dtype) -> Tensor:
     """Of one head: query, key, value [T, head_dim] float64, queries scaled so that weights are powers of 2."""
-    row = torch.float32 if kv_dtype == torch.float32 else torch.bfloat16
+    rounded_to = _words if kv_dtype == torch.int8 and not _on_tiles(query.shape[1]) else _plain(kv_dtype)
     (key, key_scale), (value, value_scale) = (_stored(numbers, kv_dtype) for numbers in (key, value))
-    scores = query.to(row).double() @ key.T * key_scale
+    scores = rounded_to(query) @ key.T * key_scale
     positions = torch.arange(len(query))
     distance = positions[:, None] - positions
     scores = scores.masked_fill((distance < 0) | (distance >= (window or len(query))), -math.inf)
@@ -142,8 +144,23 @@ def attention(query: Tensor, key: Tensor, value: Tensor, window: int | None, kv_
         weights = torch.exp2(scores[:, part] - chunk_peak)
         factor = torch.exp2(chunk_peak - peak)
         total += weights.sum(1, keepdim=True) * factor
-        result += (weights * value_scale[part]).to(row).double() @ value[part] * factor
+        result += rounded_to(weights * value_scale[part]) @ value[part] * factor
     return result / total
+
+
+def _words(rows: Tensor) -> Tensor:
+    """Symmetric int16 for each row."""
+    scale = rows.abs().amax(1, keepdim=True) / 32767
+    return (rows / scale.clamp_min(1e-300)).round() * scale
+
+
+def _plain(kv_dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    form = torch.float32 if kv_dtype == torch.float32 else torch.bfloat16
+    return lambda rows: rows.to(form).double()
+
+
+def _on_tiles(head_dim: int) -> bool:
+    return isa.detect().name == "amx" and head_dim % TILE_STEP == 0
 
 
 def _stored(numbers: Tensor, kv_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
