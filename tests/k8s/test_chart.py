@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import subprocess
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from pdmesh.runtime.rpc.mesh_secret import read_secrets
+from router.auth.api_keys import read_key_file
 from tests.k8s.kustomize import (
     CLUSTER_KINDS,
     FOLDER,
@@ -54,7 +57,7 @@ def helm(*arguments: str) -> str:
 def chart(*examples: str, values: tuple[str, ...] = (), release: str = "pdmesh", version: str = "1.34.0") -> list[Manifest]:
     """The objects of a release in the namespace pdmesh."""
     files = [part for name in examples for part in ("-f", str(CHART / f"examples/{name}.yaml"))]
-    sets = [part for value in values for part in ("--set", value)]
+    sets = [part for value in ("secrets.create=false", *values) for part in ("--set", value)]
     printed = helm("template", release, str(CHART), "-n", "pdmesh", "--kube-version", version, *files, *sets)
     found = parsed(printed)
     for manifest in found:
@@ -175,6 +178,37 @@ def test_a_redis_and_a_store_of_traces_of_your_own() -> None:
     assert not [name for name in found if "redis" in name[1] or "jaeger" in name[1]]
     settings = found["Deployment", "pdmesh-decode"]["spec"]["template"]["spec"]["containers"][0]["env"]
     assert {"name": "PDMESH_OTLP_ENDPOINT", "value": "tempo.monitoring:4317"} in settings
+
+
+def test_secrets_are_those_that_the_programs_take(tmp_path: Path) -> None:
+    found = by_name(chart(values=("secrets.create=true",)))
+    content = {
+        name: {key: base64.b64decode(value).decode() for key, value in secret["data"].items()}
+        for (kind, name), secret in found.items()
+        if kind == "Secret"
+    }
+    assert content.keys() == {"pdmesh-redis", "pdmesh-mesh-secret", "pdmesh-api-keys", "pdmesh-client-key", "pdmesh-autoscaler"}
+    (tmp_path / "keys.json").write_text(content["pdmesh-api-keys"]["keys.json"])
+    keys = read_key_file(tmp_path / "keys.json")
+    for name, of_secret in (("first", "pdmesh-client-key"), ("autoscaler", "pdmesh-autoscaler")):
+        record = keys.find(content[of_secret]["key"])
+        assert record is not None and record.name == name and record.admin
+    (tmp_path / "secret").write_text(content["pdmesh-mesh-secret"]["secret"])
+    assert len(read_secrets(str(tmp_path / "secret"))) == 1
+    password = content["pdmesh-redis"]["redis.conf"].removeprefix("requirepass ")
+    assert content["pdmesh-redis"]["url"] == f"redis://:{password}@pdmesh-redis:6379/0"
+    again = by_name(chart(values=("secrets.create=true",)))
+    assert found["Secret", "pdmesh-client-key"] != again["Secret", "pdmesh-client-key"]
+
+
+def test_only_secrets_without_a_name_are_made() -> None:
+    values = ("secrets.create=true", "secrets.redis=ours", "secrets.apiKeys=keys", "secrets.autoscaler=key")
+    found = by_name(chart(values=values))
+    assert {name for kind, name in found if kind == "Secret"} == {"pdmesh-mesh-secret"}
+    volumes = {each["name"]: each for each in found["Deployment", "pdmesh-router"]["spec"]["template"]["spec"]["volumes"]}
+    assert (volumes["redis"]["secret"]["secretName"], volumes["api-keys"]["secret"]["secretName"]) == ("ours", "keys")
+    with pytest.raises(RuntimeError, match="name both, or neither"):
+        chart(values=("secrets.create=true", "secrets.apiKeys=keys"))
 
 
 def test_the_schema_knows_every_value_and_no_other() -> None:

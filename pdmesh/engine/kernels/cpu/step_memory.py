@@ -55,7 +55,7 @@ class StepBuffers:
         return _padded(config.hidden_size) * (1 if is_added_at_once else 2) + _padded(first.qkv.num_outputs)
 
     def _attention(self) -> int:
-        """Return the floats of a token's queries and their scales, and of what attention gives, also as multiplied with a latent's
+        """Return the floats of a token's queries and their scales, and of what attention gives, also as multiplied by a latent's
         maps."""
         config, latent = self.config, self.config.latent
         if latent is None:
