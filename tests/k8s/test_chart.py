@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from pdmesh.cli import command_of
+from pdmesh.runtime.config import ENV_PREFIX, options_of
 from pdmesh.runtime.rpc.mesh_secret import read_secrets
 from router.auth.api_keys import read_key_file
 from tests.k8s.kustomize import (
@@ -199,6 +201,15 @@ def test_secrets_are_those_that_the_programs_take(tmp_path: Path) -> None:
     assert content["pdmesh-redis"]["url"] == f"redis://:{password}@pdmesh-redis:6379/0"
     again = by_name(chart(values=("secrets.create=true",)))
     assert found["Secret", "pdmesh-client-key"] != again["Secret", "pdmesh-client-key"]
+
+
+def test_the_client_of_helm_test_has_flags_that_its_program_knows() -> None:
+    pod = by_name(chart(values=("secrets.create=true", "tls.enabled=true")))["Pod", "pdmesh-test"]
+    (container,) = pod["spec"]["containers"]
+    assert container["command"][:2] == ["pdmesh", "generate"]
+    known = {option.flag for option in options_of(command_of(["generate"]).Options, ENV_PREFIX)}
+    assert {argument.partition("=")[0] for argument in container["args"]} <= known
+    assert pod["metadata"]["labels"]["pdmesh-client"] == "true"  # network policies let it talk to routers
 
 
 def test_only_secrets_without_a_name_are_made() -> None:
