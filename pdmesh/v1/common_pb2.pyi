@@ -440,7 +440,7 @@ class Identity(_message.Message):
     """head_dim is the number of elements of one head's key (or value)."""
     numeric_mode: _builtins.str
     """numeric_mode names what determines the bits of the computation besides the KV's element type, such as
-    "int8-native3-avx512_bf16": weights, kernels.
+    "int8-native4-avx512_bf16": weights, kernels.
     """
     protocol_version: _builtins.int
     """protocol_version of the hand-off."""
