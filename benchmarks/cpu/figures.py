@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.cpu.cases import Plan, decode_case, prefill_case
-from benchmarks.cpu.limits import BF16, INT4, INT8, READ, UNITS, MachineLimits, ModelSizes
+from benchmarks.cpu.limits import BF16, INT4, INT8, KV, READ, UNITS, MachineLimits, ModelSizes
 from benchmarks.harness import Figure
 from benchmarks.peers.environments import Contestant
 
@@ -83,7 +83,7 @@ def all_figures(results: Results) -> list[Figure]:
 
 def machine(results: Results) -> Iterator[Figure]:
     """Yield the machine's own, medians of this part's rounds."""
-    for name in (READ, INT4, INT8, BF16):
+    for name in (READ, INT4, INT8, BF16, KV):
         if name in results.medians:
             yield Figure(f"{results.label}: {name}", results.medians[name], UNITS[name], "higher")
 

@@ -114,6 +114,8 @@ def test_helm_finds_nothing_to_say(examples: tuple[str, ...]) -> None:
         ("prefill.replicas=-1", "/prefill/replicas"),
         ("decode.enabled=false", "/decode/enabled"),
         ("decode.env.lower=1", "/decode/env"),
+        ("decode.env.PDMESH_CACHE=/tmp", "/decode/env/PDMESH_CACHE"),  # would be there twice
+        ("autoscaler.minReplicas=0", "/autoscaler/minReplicas"),
         ("autoscaler.scaling=vpa", "/autoscaler/scaling"),
         ("pools.blue.decode.replicas=1", "/pools/blue"),
         ("pools.green.decod.replicas=1", "/pools/green"),
@@ -128,6 +130,11 @@ def test_helm_finds_nothing_to_say(examples: tuple[str, ...]) -> None:
 def test_a_wrong_value_is_refused_by_name(value: str, named: str) -> None:
     with pytest.raises(RuntimeError, match=re.escape(named)):
         chart(values=(value,))
+
+
+def test_more_workers_at_least_than_at_most_are_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"autoscaler\.minReplicas: is more than maxReplicas"):
+        chart(values=("autoscaler.minReplicas=5",))
 
 
 def test_cert_manager_needs_an_issuer() -> None:
@@ -156,7 +163,8 @@ def test_another_release_has_names_of_its_own_that_refer_to_each_other() -> None
 
 
 def test_an_older_api_server_gets_what_it_knows() -> None:
-    found = chart(version="1.20.2")
+    found = chart("hpa", version="1.20.2")
+    assert {each["apiVersion"] for each in found if each["kind"] == "HorizontalPodAutoscaler"} == {"autoscaling/v2beta2"}
     assert {manifest["apiVersion"] for manifest in found if manifest["kind"] == "PodDisruptionBudget"} == {"policy/v1beta1"}
     probes = [
         probe
@@ -175,11 +183,37 @@ def test_where_nothing_scales_replicas_are_those_of_the_values() -> None:
     assert not [name for name in by_name(chart(values=("autoscaler.enabled=false",))) if name[1] == "pdmesh-autoscaler"]
 
 
+def test_a_further_pool_has_replicas_and_an_image_of_its_own() -> None:
+    digest = f"sha256:{'0' * 64}"
+    values = (f"images.worker.digest={digest}", "pools.green.worker.tag=0.2.0", "pools.green.decode.replicas=4")
+    green = by_name(chart(values=values))["Deployment", "pdmesh-decode-green"]["spec"]
+    assert green["replicas"] == 4
+    assert green["template"]["spec"]["containers"][0]["image"] == "pdmesh-worker-cpu:0.2.0"
+
+
+def test_a_second_mesh_uses_the_priorities_of_the_first() -> None:
+    values = ("priorityClasses.create=false", "priorityClasses.name=pdmesh")
+    found = by_name(chart(values=values, release="other"))
+    assert not [name for kind, name in found if kind == "PriorityClass"]
+    assert found["Deployment", "other-router"]["spec"]["template"]["spec"]["priorityClassName"] == "pdmesh-front"
+
+
+def test_without_prefill_workers_the_others_have_both_roles() -> None:
+    found = by_name(chart("keda", values=("prefill.enabled=false",)))
+    settings = found["Deployment", "pdmesh-decode"]["spec"]["template"]["spec"]["containers"][0]["env"]
+    assert {"name": "PDMESH_ROLES", "value": "prefill,decode"} in settings
+    assert found["ScaledObject", "pdmesh-decode"]["spec"]["triggers"][0]["metadata"]["url"].endswith("/wanted/both")
+    assert ("ScaledObject", "pdmesh-prefill") not in found
+
+
 def test_a_redis_and_a_store_of_traces_of_your_own() -> None:
     found = by_name(chart(values=("redis.enabled=false", "tracing.enabled=true", "tracing.endpoint=tempo.monitoring:4317")))
     assert not [name for name in found if "redis" in name[1] or "jaeger" in name[1]]
     settings = found["Deployment", "pdmesh-decode"]["spec"]["template"]["spec"]["containers"][0]["env"]
     assert {"name": "PDMESH_OTLP_ENDPOINT", "value": "tempo.monitoring:4317"} in settings
+    for sender in ("router", "worker", "autoscaler"):
+        (rule,) = found["NetworkPolicy", f"pdmesh-{sender}-to-traces"]["spec"]["egress"]
+        assert rule["ports"] == [{"port": 4317, "protocol": "TCP"}]
 
 
 def test_secrets_are_those_that_the_programs_take(tmp_path: Path) -> None:
@@ -232,7 +266,7 @@ def test_the_schema_knows_every_value_and_no_other() -> None:
             reference = known.get("$ref") or known["allOf"][0]["$ref"]
             known = schema["definitions"][reference.rsplit("/", 1)[1]]
         if known.get("additionalProperties") is False:
-            assert value.keys() == known["properties"].keys(), name
+            assert value.keys() == {each for each, schema in known["properties"].items() if schema is not False}, name
 
 
 def test_images_have_a_registry_and_a_digest_where_they_are_given() -> None:

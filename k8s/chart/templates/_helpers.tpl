@@ -1,5 +1,14 @@
 {{- define "pdmesh.name" -}}
-{{- default .Release.Name .Values.nameOverride | trunc 40 | trimSuffix "-" -}}
+{{- $name := default .Release.Name .Values.nameOverride | trunc 40 | trimSuffix "-" -}}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $name) -}}
+{{- fail (printf "nameOverride: %s cannot begin the names of Services; give one of a-z, 0-9 and -, with a letter first" $name) -}}
+{{- end -}}
+{{- $name -}}
+{{- end -}}
+
+{{/* What the names of priority classes begin with. */}}
+{{- define "pdmesh.priorities" -}}
+{{- .Values.priorityClasses.name | default (include "pdmesh.name" .) -}}
 {{- end -}}
 
 {{/* Labels of an object: dict root, app ("router"), component ("" or "worker"). */}}
@@ -56,7 +65,7 @@ serviceAccountName: {{ include "pdmesh.name" .root }}-{{ .account }}
 automountServiceAccountToken: {{ .token | default false }}
 # Otherwise Kubernetes would set variables with the prefix of our settings.
 enableServiceLinks: false
-priorityClassName: {{ include "pdmesh.name" .root }}-{{ .priority }}
+priorityClassName: {{ include "pdmesh.priorities" .root }}-{{ .priority }}
 terminationGracePeriodSeconds: {{ .grace }}
 securityContext:
   runAsNonRoot: true

@@ -13,7 +13,7 @@ metadata:
     {{- include "pdmesh.skips" . | nindent 4 }}
 spec:
   # No replicas where something scales it: a number would return with each change, as if a person had set it.
-  {{- if or (not $root.Values.autoscaler.enabled) (eq $root.Values.autoscaler.scaling "watch") }}
+  {{- if or (ne .pool "blue") (not $root.Values.autoscaler.enabled) (eq $root.Values.autoscaler.scaling "watch") }}
   replicas: {{ .spec.replicas }}
   {{- end }}
   selector:
@@ -40,7 +40,7 @@ spec:
     spec:
       # SIGTERM drains: the worker leaves the registry at once, finishes or migrates its requests (--drain-grace-s) and waits for
       # its pushes. No preStop: workers are not discovered by endpoints, which would have to settle first.
-      {{- include "pdmesh.pod" (dict "root" $root "account" "worker" "priority" .role "grace" 90 "policy" true) | nindent 6 }}
+      {{- include "pdmesh.pod" (dict "root" $root "account" "worker" "priority" .role "grace" (add .spec.drainGraceS 30) "policy" true) | nindent 6 }}
       {{- include "pdmesh.spread" (dict "root" $root "app" .role) | nindent 6 }}
       {{- with .spec.tolerations }}
       tolerations:
@@ -69,11 +69,13 @@ spec:
             - --metrics-port=9464
             - --transfer-port=50052
             - --transports=tcp,grpc
-            - --drain-grace-s=60
+            - --drain-grace-s={{ .spec.drainGraceS }}
           env:
             {{- $own := dict "PDMESH_MODEL" $folder "PDMESH_MODEL_NAME" $root.Values.model.name "PDMESH_KV_MEMORY_MB" "1024" "PDMESH_PACKED_CACHE" "2.5" }}
+            {{- if not $root.Values.prefill.enabled }}{{- $_ := set $own "PDMESH_ROLES" "prefill,decode" }}{{- end }}
             {{- if $root.Values.tracing.enabled }}{{- $_ := set $own "PDMESH_OTLP_ENDPOINT" (include "pdmesh.otlpEndpoint" $root) }}{{- end }}
             {{- include "pdmesh.env" (dict "own" $own "given" .spec.env) | nindent 12 }}
+            {{- if not (hasKey .spec.env "PDMESH_NUM_THREADS") }}
             # The engine's threads. The limit leaves a core to the event loop and to gRPC, or the quota would throttle all of
             # them.
             - name: PDMESH_NUM_THREADS
@@ -81,6 +83,7 @@ spec:
                 resourceFieldRef:
                   containerName: {{ .role }}
                   resource: requests.cpu
+            {{- end }}
             - name: PDMESH_ADVERTISE
               valueFrom:
                 fieldRef:

@@ -190,8 +190,7 @@ double pdmesh_read_bandwidth(const uint8_t* data, int64_t num_bytes, int32_t num
 }
 
 // Operations (a multiplication and an addition are two) per second of all threads; kind 0: int8, 1: bf16, 2: float32, 3: int4,
-// 4: int8 keys and values. On
-// matrix tiles where the kernels' products are.
+// 4: int8 keys and values. On matrix tiles where the kernels' products are.
 double pdmesh_product_peak(int32_t kind, int32_t num_threads, int32_t repeats) {
     Team team(num_threads, 1000);
     double best = 0;
