@@ -55,7 +55,7 @@ app.kubernetes.io/name: {{ include "pdmesh.name" .root }}-{{ .app }}
 
 {{/* Reasons for deviations from a linter's rules. */}}
 {{- define "pdmesh.skips" -}}
-checkov.io/skip1: CKV_K8S_43=The tag is set where the image is built; to use a digest, write it into images of the kustomization
+checkov.io/skip1: CKV_K8S_43=The tag is set where the image is built; to use a digest, write it into images of the kustomization or of the values
 checkov.io/skip2: CKV_K8S_15=Tags are not used twice, and images that were loaded onto a node (kind) are in no registry
 {{- end -}}
 
