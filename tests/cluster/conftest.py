@@ -18,7 +18,7 @@ from tests.cluster.leftovers import Footprint
 from tests.k8s.kustomize import FOLDER, render
 
 _MODEL = "smollm2-135m-instruct"
-_ORDER = ("test_manifests", "test_mesh", "test_autoscaler", "test_outages", "test_prefill", "test_hpa")
+_ORDER = ("test_chart", "test_manifests", "test_mesh", "test_autoscaler", "test_outages", "test_prefill", "test_hpa")
 MESH = ("pdmesh-redis", "pdmesh-prefill", "pdmesh-decode", "pdmesh-router")
 
 

@@ -24,7 +24,11 @@ from tests.cluster.agent.probes import GRPC_ANNOTATION, KINDS
 from tests.k8s.kustomize import Manifest, render
 
 VERSIONS = {"policy/v1": "policy/v1beta1", "autoscaling/v2": "autoscaling/v2beta2"}
-_FOREIGN = {"monitoring.coreos.com": ("ServiceMonitor", "PodMonitor", "PrometheusRule"), "keda.sh": ("ScaledObject",)}
+_FOREIGN = {
+    "monitoring.coreos.com": ("ServiceMonitor", "PodMonitor", "PrometheusRule"),
+    "keda.sh": ("ScaledObject",),
+    "inference.networking.k8s.io": ("InferencePool",),
+}
 
 
 def mapped(manifest: Manifest) -> Manifest:

@@ -18,8 +18,9 @@ MESHES = {
     "overlays/cpu/green": ("overlays/cpu", "overlays/cpu/green", *BESIDE),
 }
 """The folders that are applied together, by the one that they are about."""
-EXAMPLES = ("examples/hpa", "examples/keda")
-"""Each stands for itself: overlays/cpu, scaled by somebody else."""
+SCALED_BY_OTHERS = ("examples/hpa", "examples/keda")
+EXAMPLES = ("examples/gateway", *SCALED_BY_OTHERS)
+"""Each stands for itself: overlays/cpu, scaled by somebody else or behind a gateway."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from pdmesh.runtime.config import ENV_PREFIX, FILE_SUFFIX, Option, options_of, p
 from pdmesh.runtime.rpc.tls import TlsConfig
 from pdmesh.worker.config import DecodeConfig, PrefillConfig, WorkerConfig
 from router.config import RouterConfig
+from router.endpoint_picker.config import PickerConfig
 from tests.k8s.kustomize import Manifest
 from tests.k8s.meshes import Workload
 
@@ -24,6 +25,7 @@ PROGRAMS: Mapping[tuple[str, ...], type] = {
     ("python", "-m", "prefill_service"): PrefillConfig,
     ("python", "-m", "decode_service"): DecodeConfig,
     ("python", "-m", "pdmesh.autoscaler"): AutoscalerConfig,
+    ("python", "-m", "router.endpoint_picker"): PickerConfig,
     ("pdmesh", "loadtest"): loadtest.Options,
 }
 # Read by packages themselves; a test asks them.

@@ -20,7 +20,7 @@ from pdmesh.runtime.rpc.tls import TlsConfig
 from pdmesh.worker.config import WorkerConfig
 from tests.autoscaler.kubernetes.api_server import ApiServer, api_server
 from tests.k8s.kustomize import FOLDER, Manifest, name_of, render
-from tests.k8s.meshes import EXAMPLES, MESHES, Workload, of_kind, workloads
+from tests.k8s.meshes import MESHES, SCALED_BY_OTHERS, Workload, of_kind, workloads
 from tests.k8s.programs import class_of, config_of, is_below
 
 SCALED = [mesh for mesh in MESHES if mesh != "overlays/gpu-several"]
@@ -187,7 +187,7 @@ def _example(folder: str, tls: TlsConfig) -> tuple[dict[tuple[str, str], Manifes
     return found, config, container
 
 
-@pytest.mark.parametrize("folder", EXAMPLES)
+@pytest.mark.parametrize("folder", SCALED_BY_OTHERS)
 def test_where_others_scale_it_watches_and_shows_what_it_wants(folder: str, tls: TlsConfig) -> None:
     found, config, container = _example(folder, tls)
     assert config.platform == "dry-run" and not config.scaling.flips and config.external_metrics.is_set

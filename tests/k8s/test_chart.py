@@ -42,6 +42,7 @@ SAME = {
     "overlays/tracing": ("tracing",),
     "examples/hpa": ("hpa",),
     "examples/keda": ("keda",),
+    "examples/gateway": ("gateway",),
 }
 # What has a name of its own, whatever the release's.
 NAMED = r"pdmesh-(dashboard-.*|prometheus-rules|grafana-provisioning)|v1beta1\.external\.metrics\.k8s\.io"
@@ -124,6 +125,8 @@ def test_helm_finds_nothing_to_say(examples: tuple[str, ...]) -> None:
         ("objectives.smollm2.ttft_ms=0", "/objectives/smollm2"),
         ("tls.clientAuth=maybe", "/tls/clientAuth"),
         ("tracing.endpoint=http://jaeger", "/tracing/endpoint"),
+        ("gateway.failureMode=fail", "/gateway/failureMode"),
+        ("gateway.env.PDMESH_POOL=a/b", "/gateway/env/PDMESH_POOL"),
         ("routers.replicas=1", "routers"),
     ],
 )
@@ -135,6 +138,14 @@ def test_a_wrong_value_is_refused_by_name(value: str, named: str) -> None:
 def test_more_workers_at_least_than_at_most_are_refused() -> None:
     with pytest.raises(RuntimeError, match=r"autoscaler\.minReplicas: is more than maxReplicas"):
         chart(values=("autoscaler.minReplicas=5",))
+
+
+@pytest.mark.parametrize(
+    ("value", "named"), [("tls.enabled=true", "tls.enabled"), ("decode.env.PDMESH_ROLES=prefill", "decode.env.PDMESH_ROLES")]
+)
+def test_what_a_gateway_cannot_have_is_refused(value: str, named: str) -> None:
+    with pytest.raises(RuntimeError, match=rf"gateway\.enabled: .*{re.escape(named)}"):
+        chart("gateway", values=(value,))
 
 
 def test_cert_manager_needs_an_issuer() -> None:

@@ -46,6 +46,8 @@ from pdmesh.worker.config import DecodeConfig, PrefillConfig, WorkerConfig
 from pdmesh.worker.metrics import ALL as WORKER_INSTRUMENTS
 from pdmesh.worker.roles import ROLE_NAMES
 from router.config import RouterConfig
+from router.endpoint_picker.config import PickerConfig
+from router.endpoint_picker.service import ALL as PICKER_INSTRUMENTS
 from router.telemetry.metrics import ALL as ROUTER_INSTRUMENTS
 from tests.structure import source_names
 from tests.structure.source_names import ROOT
@@ -57,6 +59,7 @@ Names = dict[str, dict[str, list[str]]]
 PROGRAMS: dict[str, type] = {
     "router": RouterConfig, "worker": WorkerConfig, "prefill_service": PrefillConfig, "decode_service": DecodeConfig,
     "autoscaler": AutoscalerConfig, "simulator": SimulatorConfig, "pdmesh.console": ConsoleConfig,
+    "router.endpoint_picker": PickerConfig,
 }  # fmt: skip
 # By the words behind `pdmesh`.
 COMMANDS: dict[str, type] = {" ".join(words): cli.command_of(words).Options for words in cli.all_commands()}
@@ -130,7 +133,7 @@ def _flag(option: Option, words: list[str]) -> list[str]:
 
 
 def _instruments() -> Iterable[Instrument]:
-    return (INFO, *ROUTER_INSTRUMENTS, *WORKER_INSTRUMENTS, *AUTOSCALER_INSTRUMENTS)
+    return (INFO, *ROUTER_INSTRUMENTS, *PICKER_INSTRUMENTS, *WORKER_INSTRUMENTS, *AUTOSCALER_INSTRUMENTS)
 
 
 def _metric(instrument: Instrument) -> list[str]:

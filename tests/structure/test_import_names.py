@@ -11,6 +11,8 @@ from tests.structure.measure import GENERATED, ROOT
 
 ALIASES = {
     "pdmesh.engine.kernels.cpu.library": "abi",  # the structs that cross into C++ are the larger part of it
+    "pdmesh.third_party.envoy.ext_proc_pb2": "pb",
+    "pdmesh.third_party.envoy.ext_proc_pb2_grpc": "pb_grpc",
     "pdmesh.third_party.kserve.grpc_service_pb2": "pb",
     "pdmesh.third_party.kserve.model_config_pb2": "config_pb",
     "pdmesh.third_party.vllm.smg_common_pb2": "common_pb",

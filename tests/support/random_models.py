@@ -18,8 +18,7 @@ from pdmesh.engine.kernels.triton.model import TritonModel
 from pdmesh.engine.kernels.triton.piecewise_graphs import token_buckets
 from pdmesh.engine.loader.loader import LoadedModel
 from pdmesh.engine.loader.quantize import Fp8Weight, Int4Weight, Int8Weight
-from pdmesh.engine.loader.triton import QuantizedMaps
-from pdmesh.engine.loader.triton_builder import TritonBuilder
+from pdmesh.engine.loader.triton import QuantizedMaps, TritonBuilder
 from pdmesh.engine.memory import effective_max_context
 from pdmesh.engine.models.config import ModelConfig
 from pdmesh.engine.models.decoder import DecoderModel

@@ -7,12 +7,14 @@ import sys
 import tempfile
 from pathlib import Path
 
+import grpc_tools
 from grpc_tools import protoc
 
 ROOT = Path(__file__).resolve().parents[2]
-# Our own protocol, and two foreign ones (docs/kserve.md, docs/vllm_engine.md).
+# Our own protocol, and three foreign ones (docs/gateway.md, docs/kserve.md, docs/vllm_engine.md).
 PROTOS = ROOT / "protos"
-FOLDERS = ("pdmesh/v1", "pdmesh/third_party/kserve", "pdmesh/third_party/vllm")
+FOLDERS = ("pdmesh/v1", "pdmesh/third_party/envoy", "pdmesh/third_party/kserve", "pdmesh/third_party/vllm")
+WELL_KNOWN = Path(grpc_tools.__file__).parent / "_proto"  # google/protobuf/struct.proto and the like
 SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
 
 
@@ -22,7 +24,7 @@ def generate(out: Path) -> list[Path]:
     bin_folder = Path(sys.executable).parent
     plugins = [f"--plugin={name}={bin_folder / name}" for name in ("protoc-gen-mypy", "protoc-gen-mypy_grpc")]
     outputs = [f"--{kind}_out={option}{out}" for kind, option in OUTPUTS]
-    status = protoc.main(["protoc", f"-I{PROTOS}", *plugins, *outputs, *sources])
+    status = protoc.main(["protoc", f"-I{PROTOS}", f"-I{WELL_KNOWN}", *plugins, *outputs, *sources])
     if status != 0:
         raise SystemExit(f"protoc failed with status {status}")
     return _stubs(out)

@@ -73,6 +73,8 @@ spec:
           env:
             {{- $own := dict "PDMESH_MODEL" $folder "PDMESH_MODEL_NAME" $root.Values.model.name "PDMESH_KV_MEMORY_MB" "1024" "PDMESH_PACKED_CACHE" "2.5" }}
             {{- if not $root.Values.prefill.enabled }}{{- $_ := set $own "PDMESH_ROLES" "prefill,decode" }}{{- end }}
+            {{- $hasHttp := and $root.Values.gateway.enabled (eq .role "decode") }}
+            {{- if $hasHttp }}{{- $_ := set $own "PDMESH_HTTP_PORT" "8000" }}{{- end }}
             {{- if $root.Values.tracing.enabled }}{{- $_ := set $own "PDMESH_OTLP_ENDPOINT" (include "pdmesh.otlpEndpoint" $root) }}{{- end }}
             {{- include "pdmesh.env" (dict "own" $own "given" .spec.env) | nindent 12 }}
             {{- if not (hasKey .spec.env "PDMESH_NUM_THREADS") }}
@@ -107,6 +109,10 @@ spec:
               containerPort: 50052
             - name: scrape
               containerPort: 9464
+            {{- if $hasHttp }}
+            - name: http
+              containerPort: 8000
+            {{- end }}
           # It answers once the model is loaded.
           startupProbe:
             {{- include "pdmesh.probe" (dict "root" $root "port" 50051) | nindent 12 }}

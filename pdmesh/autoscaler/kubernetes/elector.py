@@ -14,6 +14,7 @@ from typing import Any
 from pdmesh.autoscaler.kubernetes import objects
 from pdmesh.autoscaler.kubernetes.api import Api, ApiError, ConflictError, MissingError, Object
 from pdmesh.autoscaler.kubernetes.settings import KubernetesSettings
+from pdmesh.autoscaler.platform import PlatformError
 
 # The decision. Pure: both clocks are passed in.
 #
@@ -116,9 +117,27 @@ class Election:
 
 
 _JITTER = 0.2  # so that candidates do not all ask at once
-_ATTEMPT_REQUESTS = 2
+_ATTEMPT_REQUESTS = 3  # the Lease, its owner where it has to be made, the write
 
 logger = logging.getLogger(__name__)
+
+
+class Ownership:
+    """Say who owns what the autoscaler makes: the Deployment of the workers that decode, so that Lease and saved state go with
+    the mesh, whatever deletes that (`helm uninstall` knows only what the chart made)."""
+
+    def __init__(self, api: Api, namespace: str, settings: KubernetesSettings) -> None:
+        name = settings.both_deployment or settings.decode_deployment
+        self._api, self._path = api, f"/apis/apps/v1/namespaces/{namespace}/deployments/{name}"
+
+    async def metadata(self) -> Object:
+        """Return the metadata to add to what is made; empty where the Deployment cannot be had: then it has no owner."""
+        try:
+            owner = objects.seen_of(await self._api.get(self._path))
+        except PlatformError as error:
+            logger.info("what the autoscaler saves has no owner: %s", error)
+            return {}
+        return {"ownerReferences": [{"apiVersion": "apps/v1", "kind": "Deployment", "name": owner.name, "uid": owner.uid}]}
 
 
 class Elector:
@@ -130,6 +149,7 @@ class Elector:
         self._api = api
         self._leases = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
         self._name = settings.lease
+        self._ownership = Ownership(api, namespace, settings)
         self._retry_s, self._request_s = settings.retry_period_s, settings.request_timeout_s
         self._clock = clock
         self.identity = settings.identity or f"{socket.gethostname()[:100]}_{secrets.token_hex(8)}"
@@ -224,7 +244,9 @@ class Elector:
     async def _write(self, wanted: LeaseRecord, *, is_new: bool) -> None:
         sent_s = self._clock()
         if is_new:
-            written = await self._api.create(self._leases, self._lease(wanted))
+            lease = self._lease(wanted)
+            lease["metadata"] |= await self._ownership.metadata()
+            written = await self._api.create(self._leases, lease)
         else:
             written = await self._api.patch(f"{self._leases}/{self._name}", self._lease(wanted))
         self._election.wrote(LeaseRecord.of(written), sent_s)

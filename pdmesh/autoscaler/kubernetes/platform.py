@@ -16,7 +16,7 @@ from dataclasses import replace
 from pdmesh.autoscaler.forecasting.forecast import State
 from pdmesh.autoscaler.kubernetes import ledger
 from pdmesh.autoscaler.kubernetes.api import Api, ApiError, ConflictError, MissingError, Object, open_api
-from pdmesh.autoscaler.kubernetes.elector import Elector
+from pdmesh.autoscaler.kubernetes.elector import Elector, Ownership
 from pdmesh.autoscaler.kubernetes.events import Events, Subject
 from pdmesh.autoscaler.kubernetes.ledger import Entry, Held
 from pdmesh.autoscaler.kubernetes.objects import Seen, seen_of
@@ -34,13 +34,16 @@ logger = logging.getLogger(__name__)
 
 
 class StateStore:
-    """Store JSON values by key. `leads` is checked before each write."""
+    """Store JSON values by key. `leads` is checked before each write. `ownership`: of the ConfigMap, when it is made."""
 
-    def __init__(self, api: Api, namespace: str, name: str, leads: Callable[[], bool]) -> None:
+    def __init__(
+        self, api: Api, namespace: str, name: str, leads: Callable[[], bool], ownership: Ownership | None = None
+    ) -> None:
         self._api = api
         self._maps = f"/api/v1/namespaces/{namespace}/configmaps"
         self._name = name
         self._leads = leads
+        self._ownership = ownership
         self._version: str | None = None
 
     async def load(self, key: str) -> object:
@@ -72,7 +75,9 @@ class StateStore:
         if not self._leads():
             raise PlatformError(f"ConfigMap {self._name}: not written, as this process no longer leads")
         if self._version is None:
-            self._version = _version(await self._api.create(self._maps, self._body(data)))
+            body = self._body(data)
+            body["metadata"] |= await self._ownership.metadata() if self._ownership is not None else {}
+            self._version = _version(await self._api.create(self._maps, body))
         else:
             self._version = _version(await self._api.patch(f"{self._maps}/{self._name}", self._body(data)))
 
@@ -123,7 +128,7 @@ class KubernetesPlatform:
         self._settings = settings
         self._wall = wall
         self._elector = Elector(api, namespace, settings)
-        self._state = StateStore(api, namespace, settings.state, lambda: self._elector.leads)
+        self._state = StateStore(api, namespace, settings.state, lambda: self._elector.leads, Ownership(api, namespace, settings))
         self._events = Events(api, namespace, self._elector.identity)
         self._seen: dict[PoolName, Seen] = {}
         self._entries: dict[PoolName, Entry] = {}

@@ -19,10 +19,9 @@ from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.kernels.cpu import isa
 from pdmesh.engine.kernels.cpu.build import BuildFailed, NoCompiler
 from pdmesh.engine.kernels.cpu.core_table import CoreTable
-from pdmesh.engine.kernels.cpu.library import open_library
+from pdmesh.engine.kernels.cpu.library import default_threads, open_library
 from pdmesh.engine.kernels.cpu.model import KERNEL_REVISION, NativeModel, PackedWeights
 from pdmesh.engine.kernels.cpu.step_memory import StepBuffers
-from pdmesh.engine.kernels.cpu.threads import default_threads
 from pdmesh.engine.kernels.triton.support import why_not_here
 from pdmesh.engine.loader.builder import Progress, TorchBuilder, numeric_mode, open_checkpoint
 from pdmesh.engine.loader.hash import weights_hash
@@ -236,8 +235,8 @@ def _log_reading(source: WeightSource, config: EngineConfig, numerics: Numerics)
 
 
 def _load_triton(source: WeightSource, config: EngineConfig, numerics: Numerics, progress: Progress) -> tuple[TritonModel, str]:
-    from pdmesh.engine.loader.triton import QuantizedMaps, triton_model  # triton is not installed everywhere
-    from pdmesh.engine.loader.triton_builder import TritonBuilder
+    # triton is not installed everywhere
+    from pdmesh.engine.loader.triton import QuantizedMaps, TritonBuilder, triton_model
 
     max_context = effective_max_context(config, source.config)
     maps = QuantizedMaps(source, numerics, config.device) if numerics.is_quantized else None

@@ -1,4 +1,4 @@
-"""Conversion of a loaded decoder into one on the Triton kernels, and its linear maps in 8 or 4 bits."""
+"""Loading for the Triton kernels: a decoder with their maps and experts, its conversion, and linear maps in 8 or 4 bits."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from torch import Tensor
 from pdmesh.engine.backend_selection import Numerics
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.kernels.triton.cuda_graphs import DecodeSizes, fewest_rows, make_recorder
+from pdmesh.engine.kernels.triton.experts.experts import GroupedExperts
 from pdmesh.engine.kernels.triton.linear.linear import make_triton_linear
 from pdmesh.engine.kernels.triton.model import KERNEL_REVISION, TritonModel, bounds_of
 from pdmesh.engine.kernels.triton.piecewise_graphs import token_buckets
+from pdmesh.engine.loader.builder import TorchBuilder
 from pdmesh.engine.loader.kv_scales import KVScales
 from pdmesh.engine.loader.pack import concat_rows
 from pdmesh.engine.loader.quantize import Fp8Weight, Int4Weight, Int8Weight, quantize_fp8, quantize_int4, quantize_int8
 from pdmesh.engine.loader.safetensors import WeightSource, checked, exact_weight
 from pdmesh.engine.lora.triton_maps import TritonAdapters
+from pdmesh.engine.models.config import ExpertsConfig
 from pdmesh.engine.models.decoder import DecoderModel
-from pdmesh.engine.models.layers import Linear
+from pdmesh.engine.models.layers import MLP, Linear
 
 Weight = Int8Weight | Int4Weight | Fp8Weight
 
@@ -94,3 +97,15 @@ def _moved(weight: Weight, device: str) -> Weight:
         minimums = weight.minimums.to(device)
         return replace(weight, values=weight.values.to(device), scales=weight.scales.to(device), minimums=minimums)
     return replace(weight, values=weight.values.to(device), scales=weight.scales.to(device))
+
+
+class TritonBuilder(TorchBuilder):
+    """Build a decoder whose experts lie together, for the kernels: while a layer is loaded the device holds one expert twice."""
+
+    def _experts(self, prefix: str, experts: ExpertsConfig) -> MLP:
+        each = (expert for expert in self._each_expert(prefix, experts) if expert is not None)
+        around = self._around_experts(prefix, experts)
+        return GroupedExperts(experts, self.config.activation, experts=each, **around)
+
+    def _map(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        return make_triton_linear(weight, bias)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pdmesh.engine.backend_selection import Numerics, choose_numerics, wants_triton
 from pdmesh.engine.config import EngineConfig
-from pdmesh.engine.kernels.cpu.threads import default_threads
+from pdmesh.engine.kernels.cpu.library import default_threads
 from pdmesh.engine.kernels.triton.support import why_not_here
 from pdmesh.engine.loader.builder import Progress, TorchBuilder, numeric_mode, open_checkpoint
 from pdmesh.engine.loader.kv_scales import pool_scales

@@ -18,7 +18,7 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NoReturn, TypeAlias, TypeVar, cast
+from typing import Literal, NoReturn, Protocol, TypeAlias, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -32,7 +32,6 @@ from pdmesh.runtime.rpc.channel import MAX_MESSAGE_BYTES, message_size_options
 from pdmesh.runtime.rpc.interceptor import Context, ErrorInterceptor, Handler, parts_of
 from pdmesh.runtime.rpc.mesh_secret import MeshSecret
 from pdmesh.runtime.rpc.proof import ProofInterceptor
-from pdmesh.runtime.rpc.tls import Tls
 
 # The standard gRPC health service, with watches that end when the server does.
 #
@@ -214,6 +213,14 @@ STREAM_WINDOW_BYTES = 2 * 1024 * 1024
 logger = logging.getLogger(__name__)
 
 
+class ServerTls(Protocol):
+    """What a server needs of TLS: the name that members' certificates carry, and its own credentials."""
+
+    @property
+    def name(self) -> str: ...
+    def server_credentials(self, *, require_client: bool) -> grpc.ServerCredentials: ...
+
+
 class GrpcServer:
     """Serve the services that are registered before `start` on one port. On one event loop."""
 
@@ -224,7 +231,7 @@ class GrpcServer:
         *,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
-        tls: Tls | None = None,
+        tls: ServerTls | None = None,
         callers: Callers = "members",
         secret: MeshSecret | None = None,
         limits: ConnectionLimits = DEFAULT_LIMITS,
@@ -286,6 +293,11 @@ class GrpcServer:
     async def set_serving(self, serving: bool, services: Iterable[str] | None = None) -> None:
         """Set the health of `services`; of all of them and of the whole server ("") if None."""
         for name in ("", *self._service_names) if services is None else services:
+            self._health.set(name, serving)
+
+    def set_health(self, serving: bool, services: Iterable[str]) -> None:
+        """Set the health of these services; names that are no service of this server are allowed."""
+        for name in services:
             self._health.set(name, serving)
 
     async def drain(self, grace_s: float) -> None:

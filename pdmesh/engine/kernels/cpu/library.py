@@ -6,12 +6,14 @@ import ctypes
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_void_p
 from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from pdmesh.engine.kernels.cpu.build import Say, load_library
 from pdmesh.engine.kv_cache.pool import private_memory
+from pdmesh.platform.fallbacks import CGROUP, cores_to_share
 
 FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3, "wide bfloat16": 4}
 NORM_KINDS = {"rms": 0, "layer": 1}
@@ -299,3 +301,9 @@ def kv_peak_gop_s(num_threads: int = 0) -> float:
 
 def _threads(num_threads: int) -> int:
     return num_threads or torch.get_num_threads()
+
+
+def default_threads(cgroup: Path = CGROUP) -> int:
+    """Return physical cores (torch counts them), less those that affinity or a container's processor quota exclude: threads
+    beyond a quota would wait at every barrier for one that the system holds back."""
+    return max(1, min(torch.get_num_threads(), len(cores_to_share(cgroup))))

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pdmesh.engine.kernels.cpu.threads import default_threads
+from pdmesh.engine.kernels.cpu.library import default_threads
 
 
 def test_one_core_of_quota_is_one_thread(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from pdmesh.engine.kernels.triton.split_kv import Splits
 from pdmesh.engine.kernels.triton.support import why_not
 from pdmesh.engine.loader.loader import LoadedModel
 from pdmesh.engine.loader.safetensors import SafetensorsSource
-from pdmesh.engine.loader.triton_builder import TritonBuilder
+from pdmesh.engine.loader.triton import TritonBuilder
 from tests.engine.kernels.triton.paged import DEVICE
 from tests.engine.paged_loop import PagedLoop, load
 from tests.support.tiny_families import VARIANTS, make_tiny_family

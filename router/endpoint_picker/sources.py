@@ -1,0 +1,219 @@
+"""Where a picker's knowledge comes from: the pods of an InferencePool, and the metrics of each endpoint.
+
+The metrics of each endpoint are read by a task of its own, at a time of its own within the period. The pods are listed again and
+again, from the API server's cache: a pod that ends is found within a period, and the gateway has the fallbacks meanwhile. An API
+server that does not answer changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from typing import Any
+
+from pdmesh.runtime.addresses import join_address
+from pdmesh.runtime.config import ConfigError
+from router.endpoint_picker.endpoints import Endpoints
+from router.endpoint_picker.server_metrics import read_metrics
+
+MAX_ANSWER_BYTES = 8 << 20
+_GOLDEN = 0.618
+logger = logging.getLogger(__name__)
+
+
+class MetricsReader:
+    """Keep `Endpoints` up to date. `changed` is called after each reading, and when an endpoint is not ready any more."""
+
+    def __init__(
+        self, endpoints: Endpoints, *, path: str, period_s: float, timeout_s: float, changed: Callable[[], None]
+    ) -> None:
+        self._endpoints, self._path, self._changed = endpoints, path, changed
+        self._period_s, self._timeout_s = period_s, timeout_s
+        self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._num_started = 0
+
+    def follow(self) -> None:
+        """Begin with endpoints that are new, and end with those that are gone."""
+        keys = {endpoint.key for endpoint in self._endpoints.all()}
+        for key in set(self._tasks) - keys:
+            self._tasks.pop(key).cancel()
+        for key in keys - set(self._tasks):
+            self._num_started += 1
+            delay_s = self._num_started * _GOLDEN % 1 * self._period_s
+            self._tasks[key] = asyncio.create_task(self._read_forever(key[0], delay_s), name=f"metrics of {key[0]}")
+        self._changed()
+
+    async def stop(self) -> None:
+        """End."""
+        tasks = list(self._tasks.values())
+        self._tasks.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _read_forever(self, address: str, delay_s: float) -> None:
+        if not self._path:
+            self._endpoints.read(address, None, 0.0, time.monotonic())
+            self._changed()
+            return
+        await self._read(address)  # at once: until then it gets no requests
+        await asyncio.sleep(delay_s)
+        while True:
+            await self._read(address)
+            await asyncio.sleep(self._period_s)
+
+    async def _read(self, address: str) -> None:
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                status, body = await get(address, self._path)
+        except (OSError, TimeoutError, ValueError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
+            if self._endpoints.failed(address):
+                logger.warning(
+                    "%s gets no requests any more: its metrics cannot be had (%s)", address, error or type(error).__name__
+                )
+                self._changed()
+            return
+        if status == 503:
+            self._endpoints.left(address)
+            self._changed()
+            return
+        load = read_metrics(body.decode("utf-8", "replace")) if status == 200 else None
+        self._endpoints.read(address, load, began, time.monotonic())
+        self._changed()
+
+
+async def get(address: str, path: str) -> tuple[int, bytes]:
+    """Return status and body of a GET on a connection of its own. Raises OSError, IncompleteReadError, LimitOverrunError, and
+    ValueError for what is not HTTP/1 or too large."""
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), limit=1 << 16)
+    try:
+        writer.write(f"GET {path} HTTP/1.1\r\nhost: {address}\r\naccept: text/plain\r\nconnection: close\r\n\r\n".encode())
+        head = (await reader.readuntil(b"\r\n\r\n")).lower()
+        first = head.split(b"\r\n", 1)[0].split(b" ", 2)
+        if len(first) < 2 or not first[0].startswith(b"http/1.") or not first[1].isdigit():
+            raise ValueError("the answer is not HTTP/1")
+        body = bytearray()
+        async for part in _parts(reader, head):
+            body += part
+            if len(body) > MAX_ANSWER_BYTES:
+                raise ValueError(f"the answer has more than {MAX_ANSWER_BYTES} bytes")
+        return int(first[1]), bytes(body)
+    finally:
+        writer.close()
+
+
+async def _parts(reader: asyncio.StreamReader, head: bytes) -> AsyncIterator[bytes]:
+    """Yield a body, which ends with its last chunk, else after its length, else with its connection."""
+    if re.search(rb"\r\ntransfer-encoding:[^\r]*chunked", head) is None:
+        length = re.search(rb"\r\ncontent-length: *([0-9]{1,12}) *\r", head)
+        left = int(length[1]) if length is not None else MAX_ANSWER_BYTES + 1
+        while left > 0 and (part := await reader.read(min(left, 1 << 16))):
+            left -= len(part)
+            yield part
+        return
+    while size := int((await reader.readuntil(b"\r\n")).split(b";")[0], 16):
+        if size > MAX_ANSWER_BYTES:
+            raise ValueError(f"a chunk has {size} bytes")
+        yield (await reader.readexactly(size + 2))[:-2]
+
+
+# The endpoints of an InferencePool: ready pods that its selector finds, each with the pool's ports.
+
+GROUP, VERSIONS, PLURAL = "inference.networking.k8s.io", ("v1",), "inferencepools"
+TIMEOUT_S = 5.0
+
+
+class PoolApi:
+    """Ask the API server, with the account of this pod, or of a kubeconfig outside of a cluster. Blocking."""
+
+    def __init__(self, namespace: str, name: str) -> None:
+        """Raises ConfigError without an account, or without the library."""
+        try:
+            from kubernetes import client, config
+        except ImportError:
+            raise ConfigError("--pool", "needs the library kubernetes", "pip install pdmesh[autoscaler]") from None
+        try:
+            config.load_incluster_config()
+        except config.ConfigException:
+            try:
+                config.load_kube_config()
+            except config.ConfigException as error:
+                raise ConfigError("--pool", f"there is no account for an API server: {error}", "run it in a cluster") from None
+        self._namespace, self._name = namespace, name
+        self._pools, self._core = client.CustomObjectsApi(), client.CoreV1Api()
+
+    def endpoints(self) -> list[str]:
+        """Return the addresses of the pool's ready pods. Raises ApiException and what urllib3 raises, ValueError for a pool that
+        cannot be read."""
+        pool = self._pools.get_namespaced_custom_object(
+            GROUP, VERSIONS[0], self._namespace, PLURAL, self._name, _request_timeout=TIMEOUT_S
+        )
+        selector, ports = selector_of(pool), ports_of(pool)
+        pods = self._core.list_namespaced_pod(
+            self._namespace, label_selector=selector, resource_version="0", _request_timeout=TIMEOUT_S
+        )
+        return [join_address(pod.status.pod_ip, port) for pod in pods.items if is_ready(pod) for port in ports]
+
+
+def selector_of(pool: Mapping[str, Any]) -> str:
+    """Return the selector of an InferencePool as the API takes it. Raises ValueError."""
+    labels = pool.get("spec", {}).get("selector", {}).get("matchLabels", {})
+    if not labels or not isinstance(labels, dict):
+        raise ValueError("spec.selector.matchLabels of the InferencePool is empty")
+    return ",".join(f"{name}={value}" for name, value in sorted(labels.items()))
+
+
+def ports_of(pool: Mapping[str, Any]) -> list[int]:
+    """Return the ports of an InferencePool. Raises ValueError."""
+    ports = [each.get("number") for each in pool.get("spec", {}).get("targetPorts", [])]
+    if not ports or not all(isinstance(port, int) and 0 < port < 65536 for port in ports):
+        raise ValueError("spec.targetPorts of the InferencePool has no numbers of ports")
+    return ports
+
+
+def is_ready(pod: Any) -> bool:
+    """Return whether a pod takes requests: it has an address, is ready, and does not end."""
+    if pod.metadata.deletion_timestamp is not None or not pod.status or not pod.status.pod_ip:
+        return False
+    return any(each.type == "Ready" and each.status == "True" for each in pod.status.conditions or ())
+
+
+class PoolFollower:
+    """Call `found` with the pool's addresses whenever they change."""
+
+    def __init__(self, list_endpoints: Callable[[], Iterable[str]], found: Callable[[list[str]], None], period_s: float) -> None:
+        self._list, self._found, self._period_s = list_endpoints, found, period_s
+        self._task: asyncio.Task[None] | None = None
+        self._is_failing = False
+
+    def start(self) -> None:
+        """Begin."""
+        self._task = asyncio.create_task(self._follow(), name="inference pool")
+
+    async def stop(self) -> None:
+        """End."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _follow(self) -> None:
+        known: list[str] | None = None
+        while True:
+            try:
+                listed = sorted(await asyncio.to_thread(lambda: list(self._list())))
+            except Exception as error:  # noqa: BLE001 - the library raises urllib3's errors and its own, and this must go on
+                if not self._is_failing:
+                    logger.warning("the endpoints of the pool stay as they are, the API server said: %s", str(error)[:300])
+                self._is_failing = True
+            else:
+                self._is_failing = False
+                if listed != known:
+                    known = listed
+                    logger.info("the pool has %d endpoints", len(listed))
+                    self._found(listed)
+            await asyncio.sleep(self._period_s)
