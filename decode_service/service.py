@@ -13,10 +13,18 @@ from decode_service.request import DecodeRequest, DecodeSpans, monotonic_ns
 from decode_service.requests import Reservations
 from decode_service.token_stream import Stream, TokenStream, TokenStreams
 from decode_service.transfer_delegate import PushDelegate
-from decode_service.validation import SubmitValidator, Translate, check_attach, check_id, has_passed, released_by_worker
+from decode_service.validation import (
+    EarlierWeights,
+    SubmitValidator,
+    Translate,
+    check_attach,
+    check_id,
+    has_passed,
+    released_by_worker,
+)
 from kvtransfer.kv_sources import KVSources
 from kvtransfer.reservation import Cancelled, Event, Failed, LeaseExpired, Mode
-from pdmesh.engine.errors import EngineStopped, InvalidRequest, RequestTooLarge, UnknownAdapter
+from pdmesh.engine.errors import EngineStopped, InvalidRequest, NotLoaded, RequestTooLarge
 from pdmesh.engine.interface import ServingEngine, Sinks
 from pdmesh.runtime import log
 from pdmesh.runtime.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, MeshError, Unavailable
@@ -81,8 +89,8 @@ class DecodeServicer(DecodeServiceServicer):
         submission = await self._validator.check(request, now=time.monotonic(), received_ns=received_ns)
         try:
             return await self._reservations.submit(replace(submission, trace=trace))
-        except UnknownAdapter as error:  # it was unloaded meanwhile
-            raise FailedPrecondition("request.adapter", str(error)) from error
+        except NotLoaded as error:  # it was unloaded, or replaced, meanwhile
+            raise FailedPrecondition(error.field, str(error)) from error
         except EngineStopped as error:
             raise Unavailable(f"this worker is stopping: {error}") from error
         except (InvalidRequest, RequestTooLarge) as error:
@@ -220,6 +228,7 @@ class Dependencies:
     load_report: Callable[[], worker_pb2.LoadReport]
     spans: DecodeSpans = field(default_factory=DecodeSpans)
     sources: KVSources | None = None  # None: what is not in the pool is computed
+    earlier_weights: EarlierWeights | None = None
 
 
 class DecodeService:
@@ -244,7 +253,7 @@ class DecodeService:
         self.servicer = DecodeServicer(
             self.reservations,
             self._token_streams,
-            SubmitValidator(dependencies.epoch, dependencies.identity, dependencies.translate),
+            SubmitValidator(dependencies.epoch, dependencies.identity, dependencies.translate, dependencies.earlier_weights),
             layout=dependencies.layout,
             lease_s=settings.reservation.lease_s,
             stream_timeout_s=settings.stream.stream_timeout_s,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from decode_service.request import Submission
 from kvtransfer.kv_sources import check_holder
@@ -32,13 +33,25 @@ _MODES = {mesh_pb2.PREFILL_MODE_REMOTE: Mode.REMOTE, mesh_pb2.PREFILL_MODE_LOCAL
 Translate = Callable[[common_pb2.TokenRequest], Awaitable[EngineRequest]]
 
 
+class EarlierWeights(Protocol):
+    """Weights that the worker has replaced, and has still."""
+
+    def holds(self, weights_hash: str) -> bool:
+        """Return whether a request may still be computed with these."""
+
+    def request_for(self, weights_hash: str, wire: common_pb2.TokenRequest, request: EngineRequest) -> EngineRequest:
+        """Return the request, to be computed with these."""
+
+
 @dataclass(frozen=True)
 class SubmitValidator:
-    """Check messages against this worker's identity. `translate` checks their TokenRequest, and raises InvalidArgument itself."""
+    """Check messages against this worker's identity. `translate` checks their TokenRequest, and raises InvalidArgument itself.
+    `earlier`: weights that requests of an earlier identity are still computed with, if they began so; None: there are none."""
 
     epoch: int
     identity: common_pb2.Identity
     translate: Translate
+    earlier: EarlierWeights | None = None
 
     async def check(self, request: decode_pb2.SubmitRequest, *, now: float, received_ns: int) -> Submission:
         """Return the submission. Raises InvalidArgument or FailedPrecondition naming the field."""
@@ -48,10 +61,12 @@ class SubmitValidator:
             raise InvalidArgument("attempt", "missing; attempts count from 1")
         if request.mode not in _MODES:
             raise InvalidArgument("mode", "missing; give PREFILL_MODE_REMOTE or PREFILL_MODE_LOCAL")
-        self._check_addressee(request)
+        earlier = self._check_addressee(request)
         if not request.HasField("request"):
             raise InvalidArgument("request", "missing")
         mode, engine_request = _MODES[request.mode], await self.translate(request.request)
+        if earlier and self.earlier is not None:
+            engine_request = self.earlier.request_for(earlier, request.request, engine_request)
         engine_request = replace(engine_request, tpot_goal_s=request.tpot_goal_ms / 1000)
         _check_mode(mode, engine_request)
         holder = request.holder if request.HasField("holder") else None
@@ -68,15 +83,21 @@ class SubmitValidator:
             holder=holder,
         )
 
-    def _check_addressee(self, request: decode_pb2.SubmitRequest) -> None:
+    def _check_addressee(self, request: decode_pb2.SubmitRequest) -> str:
+        """Return the hash of the weights that the message is about if they are not the present ones, and still here; else an
+        empty text. Raises FailedPrecondition for another worker's."""
         if request.epoch and request.epoch != self.epoch:
             raise FailedPrecondition("epoch", f"{request.epoch:#x} is another incarnation of this worker; look it up again")
+        earlier = ""
         for field, expected in request.identity.ListFields():
             ours = getattr(self.identity, field.name)
-            if ours != expected:
+            if field.name == "weights_hash" and ours != expected and self.earlier is not None and self.earlier.holds(expected):
+                earlier = expected
+            elif ours != expected:
                 raise FailedPrecondition(
                     f"identity.{field.name}", f"this worker has {ours!r}, not {expected!r}; choose a worker of that identity"
                 )
+        return earlier
 
 
 def check_id(field: str, value: str) -> None:

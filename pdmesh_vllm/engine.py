@@ -19,7 +19,7 @@ from kvtransfer.conversion import FP8Scales
 from kvtransfer.manifest import KVMemory
 from kvtransfer.staging import StagedMemory
 from pdmesh.adapter_id import named_folder
-from pdmesh.engine.errors import EngineStopped
+from pdmesh.engine.errors import EngineStopped, WeightsRefused
 from pdmesh.engine.hardware import MachineLimits, measure_limits
 from pdmesh.engine.interface import NO_STATES, ReservedBlocks
 from pdmesh.engine.kernels.cpu import library
@@ -36,7 +36,7 @@ from pdmesh.engine.request_validation import Limits
 from pdmesh.engine.sampling.sampler import Sampler
 from pdmesh.planning.latency_model import USUAL_CONTEXT, Hardware, LatencyModel, prior_of
 from pdmesh.worker.config import WorkerConfig, bind
-from pdmesh.worker.engines.base import EngineEvents, EngineFacts, Lack, shape_of
+from pdmesh.worker.engines.base import EngineEvents, EngineFacts, Lack, PreparedWeights, shape_of
 from pdmesh.worker.engines.vllm_settings import engine_args, environment
 from pdmesh_vllm.adapters import AdapterTable, VllmAdapters, load_all
 from pdmesh_vllm.calibration import OUTPUT_TOKENS, PROMPT_TOKENS, measured_steps, slowdown
@@ -157,6 +157,15 @@ class VllmEngine:
 
     async def release_retained(self, tenant: str, session: str) -> int:
         return 0  # Lack.RETENTION
+
+    async def load_weights(self, folder: str) -> PreparedWeights:
+        raise WeightsRefused("model: vLLM as the engine of a worker takes no other weights; start a worker with them")
+
+    def holds_weights(self, weights_hash: str) -> bool:
+        return False
+
+    async def take_weights(self, prepared: PreparedWeights) -> float:
+        raise AssertionError("nothing was loaded")
 
     def first_stats(self) -> EngineStats:
         return self.core.stats()

@@ -7,7 +7,7 @@ import re
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
-from pdmesh.engine.errors import InvalidRequest, RequestTooLarge, UnknownAdapter
+from pdmesh.engine.errors import InvalidRequest, NotLoaded, RequestTooLarge
 from pdmesh.engine.interface import ServingEngine, Sinks
 from pdmesh.engine.request import EngineRequest, Pooling
 from pdmesh.runtime.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, ResourceExhausted
@@ -49,8 +49,8 @@ async def embed(
             first = await _computed(engine, sink, wanted)
     except TimeoutError as error:
         raise DeadlineExceeded("the request's deadline has passed during its computation") from error
-    except UnknownAdapter as error:
-        raise FailedPrecondition("request.adapter", str(error)) from error
+    except NotLoaded as error:
+        raise FailedPrecondition(error.field, str(error)) from error
     except (InvalidRequest, RequestTooLarge) as error:
         field, _, problem = str(error).partition(": ")
         raise _refused(field, problem) from error

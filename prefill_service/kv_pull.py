@@ -28,7 +28,7 @@ from kvtransfer.manifest import check_epoch, check_push_token, unknown_reservati
 from kvtransfer.receiver.delegates import PULL_PREFIX
 from kvtransfer.receiver.push import PushTarget
 from kvtransfer.stream import to_its_end
-from pdmesh.engine.errors import DuplicateRequest, EngineStopped, InvalidRequest, RequestTooLarge, UnknownAdapter
+from pdmesh.engine.errors import DuplicateRequest, EngineStopped, InvalidRequest, NotLoaded, RequestTooLarge
 from pdmesh.engine.interface import ExpectedBlocks, KVSharing, ServingEngine
 from pdmesh.engine.request import EngineRequest
 from pdmesh.runtime import failpoints
@@ -288,7 +288,7 @@ class KVPuller:
     async def warm(self, prefix: EngineRequest, holder: prefill_pb2.KVHolder) -> int:
         """Bring the KV of a prompt of whole blocks that no request waits for, whether or not computing it would be quicker;
         return how many tokens came, 0 where the holder fails or there is no room. A request that wants the same does not wait for
-        it. Raises InvalidRequest, RequestTooLarge, UnknownAdapter or EngineStopped."""
+        it. Raises InvalidRequest, RequestTooLarge, NotLoaded or EngineStopped."""
         known = self._known(holder)
         if time.monotonic() < known.not_before:
             return 0
@@ -310,7 +310,7 @@ class KVPuller:
         try:
             wanted = self._wanted(request, tokens[: offer.num_tokens])
             return await self._fetch(wanted, holder, known, limits, needs_tiers=offer.needs_tiers)
-        except (InvalidRequest, RequestTooLarge, DuplicateRequest, UnknownAdapter):
+        except (InvalidRequest, RequestTooLarge, DuplicateRequest, NotLoaded):
             return 0
 
     def _wanted(self, request: EngineRequest, tokens: tuple[int, ...]) -> EngineRequest:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
-from pdmesh.engine.errors import EngineStopped, InvalidRequest, RequestTooLarge, UnknownAdapter
+from pdmesh.engine.errors import EngineStopped, InvalidRequest, NotLoaded, RequestTooLarge
 from pdmesh.engine.interface import KVSharing, ServingEngine
 from pdmesh.engine.request import EngineRequest
 from pdmesh.runtime.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unavailable, Unimplemented
@@ -80,8 +80,8 @@ class KVWarmer:
             raise Unavailable(f"this worker is stopping: {error}") from error
         except (InvalidRequest, RequestTooLarge) as error:
             raise InvalidArgument("request", str(error)) from error
-        except UnknownAdapter as error:
-            raise FailedPrecondition("request.adapter", str(error)) from error
+        except NotLoaded as error:
+            raise FailedPrecondition(error.field, str(error)) from error
         finally:
             self._is_fetching = False
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from kvtransfer.kv_sources import check_holder
 from kvtransfer.manifest import check_identity, check_layout
-from pdmesh.engine.errors import EngineStopped, InvalidRequest, RequestTooLarge, UnknownAdapter
+from pdmesh.engine.errors import EngineStopped, InvalidRequest, NotLoaded, RequestTooLarge
 from pdmesh.engine.request import EngineRequest
 from pdmesh.runtime import log
 from pdmesh.runtime.errors import FailedPrecondition, InvalidArgument, Unavailable
@@ -228,8 +228,8 @@ async def _events(handoff: Handoff) -> AsyncGenerator[prefill_pb2.PrefillEvent, 
     try:
         async for event in handoff.events():
             yield event
-    except UnknownAdapter as error:  # it was unloaded meanwhile
-        raise FailedPrecondition("request.adapter", str(error)) from error
+    except NotLoaded as error:  # it was unloaded, or replaced, meanwhile
+        raise FailedPrecondition(error.field, str(error)) from error
     except EngineStopped as error:
         raise Unavailable(f"this worker is stopping: {error}") from error
     except (InvalidRequest, RequestTooLarge) as error:

@@ -22,13 +22,12 @@ from pdmesh.runtime.rpc.mesh_secret import open_secret
 from pdmesh.runtime.telemetry.tracing import OFF, Tracing
 from pdmesh.v1 import mesh_pb2, worker_pb2
 from router.config import RouterConfig
-from router.fleet.adapters import FleetAdapters
+from router.fleet.adapters import FleetAdapters, WantedAdapters
 from router.fleet.circuit_breaker import HealthRecorder
 from router.fleet.heartbeat import being_cancelled
 from router.fleet.hedging import HedgeLimits, Hedging
 from router.fleet.migration import Migratable
 from router.fleet.registry import FleetRegistry
-from router.fleet.wanted_adapters import WantedAdapters
 from router.flow_control.capacity import AdmissionSettings, TenantBook
 from router.flow_control.controller import Admission, FlowController
 from router.flow_control.slo_admission import Forecaster

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from benchmarks.harness import MODEL, Measured, Options, Suite
-from benchmarks.kubernetes import picking, prefixes
+from benchmarks.kubernetes import picking, prefixes, weights
 
-PARTS: Mapping[str, Callable[[Options], Measured]] = {"picking": picking.figures, "prefixes": prefixes.figures}
+PARTS: Mapping[str, Callable[[Options], Measured]] = {
+    "picking": picking.figures,
+    "prefixes": prefixes.figures,
+    "weights": weights.figures,
+}
 SUITE = Suite("kubernetes", tuple(PARTS), {"model": MODEL})
 
 

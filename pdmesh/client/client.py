@@ -223,6 +223,12 @@ class Client(_Base):
         """Return the LoRA adapters of all models, with the workers that have them."""
         return self._unary(lambda stub: stub.ListAdapters, worker_pb2.ListAdaptersRequest(), timeout)
 
+    def update_weights(self, folder: str, *, model: str = "", timeout: float | None = None) -> mesh_pb2.MeshUpdateWeightsResponse:
+        """Have every worker of a model compute with other weights what comes from then on, from a folder as the workers see it;
+        requests end on the weights that they began with."""
+        request = mesh_pb2.MeshUpdateWeightsRequest(model=model, folder=folder)
+        return self._unary(lambda stub: stub.UpdateWeights, request, timeout)
+
     def close(self) -> None:
         """Close the connections; running streams end with Cancelled."""
         self._closed = True
@@ -368,6 +374,13 @@ class AsyncClient(_Base):
     async def list_adapters(self, *, timeout: float | None = None) -> mesh_pb2.ListMeshAdaptersResponse:
         """See Client.list_adapters."""
         return await self._unary(lambda stub: stub.ListAdapters, worker_pb2.ListAdaptersRequest(), timeout)
+
+    async def update_weights(
+        self, folder: str, *, model: str = "", timeout: float | None = None
+    ) -> mesh_pb2.MeshUpdateWeightsResponse:
+        """See Client.update_weights."""
+        request = mesh_pb2.MeshUpdateWeightsRequest(model=model, folder=folder)
+        return await self._unary(lambda stub: stub.UpdateWeights, request, timeout)
 
     async def close(self) -> None:
         """Close the connections; running streams end with Cancelled."""

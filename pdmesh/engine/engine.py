@@ -19,11 +19,9 @@ lock is released, since the source of a copy may be free by then.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain
 from types import MappingProxyType
 
 from torch import Tensor
@@ -31,7 +29,6 @@ from torch import Tensor
 from pdmesh.adapter_id import AdapterId
 from pdmesh.engine.block_sharing import BlockSharing
 from pdmesh.engine.config import EngineConfig
-from pdmesh.engine.errors import IntegrityError
 from pdmesh.engine.hardware import cost_of
 from pdmesh.engine.interface import ReservedBlocks
 from pdmesh.engine.kernels.cpu.library import default_threads
@@ -53,33 +50,18 @@ from pdmesh.engine.request_validation import Limits
 from pdmesh.engine.runner.model_runner import ModelRunner, SampledOutput
 from pdmesh.engine.runner.overlap import overlap_scheduler
 from pdmesh.engine.runner.pooling import Pooler, final_norm
-from pdmesh.engine.scheduler.requests import RequestTable, Reservations
+from pdmesh.engine.scheduler.requests import RequestTable, Reservations, check_integrity
 from pdmesh.engine.scheduler.scheduler import Scheduler, SchedulerOutput, TpotLimiter
-from pdmesh.engine.scheduler.sequence import Phase, SequenceGroup
+from pdmesh.engine.scheduler.sequence import Phase
 from pdmesh.engine.scheduler.sequence import Sequence as EngineSequence
 from pdmesh.engine.scheduler.stats import Counters, EngineStatsCollector, OutputProcessor
 from pdmesh.engine.speculation.calibration import LONGEST, Circumstances, measure_curve, processor_name
 from pdmesh.engine.speculation.draft import Draft
 from pdmesh.engine.speculation.handover import unpacked
 from pdmesh.engine.speculation.proposer import Proposer
-from pdmesh.engine.speculation.setup import Drafts, Parts, check_speculation, load_drafts, make_proposers
+from pdmesh.engine.speculation.setup import Drafts, Parts, check_speculation, load_drafts, make_proposers, names_for
 from pdmesh.engine.speculation.speculator import Bounds, Speculator
-
-# The integrity check of the blocks, cheap enough to run whenever the engine idles
-
-
-def check_integrity(blocks: BlockManager, groups: Iterable[SequenceGroup], scheduler: Scheduler) -> None:
-    """Raise IntegrityError unless each block has as many references as sequences and pins hold, and every sequence is in one
-    place."""
-    groups = list(groups)
-    held = [sequence.block_ids for group in groups for sequence in group.sequences]
-    blocks.pool.check(Counter(chain.from_iterable((*held, *blocks.pinned.values()))))
-    active = [sequence for group in groups if group.phase is Phase.ACTIVE for sequence in group.sequences]
-    scheduled = scheduler.running + scheduler.waiting
-    if len(scheduled) != len(active) or set(scheduled) != set(active):
-        raise IntegrityError(f"{len(scheduled)} sequences are scheduled, {len(active)} of known requests are active")
-    if any(sequence.block_ids for sequence in scheduler.waiting):
-        raise IntegrityError("a waiting sequence holds blocks")
+from pdmesh.engine.weight_versions import WeightVersion, check_new_weights
 
 
 @dataclass
@@ -155,7 +137,8 @@ class Engine:
             if self.speculator
             else overlap_scheduler(self._runner, loaded, sampler, self._scheduler, self._allocator, config)
         )
-        self._table = RequestTable(limits, self._allocator, self._scheduler, self.adapters.may_have)
+        self.versions, self._clock = self._runner.versions, clock
+        self._table = RequestTable(limits, self._allocator, self._scheduler, self.adapters.may_have, self.versions.check)
         self._reservations = Reservations(limits, self._table, self._allocator, self._scheduler)
         self._counters = counters = Counters()
         tally = self.speculator.tally if self.speculator else None
@@ -281,6 +264,20 @@ class Engine:
         with self._lock:  # no request may come with it between the count of those that have it and its end
             return self.adapters.unload(name)
 
+    def update_weights(self, loaded: LoadedModel, model: str) -> None:
+        """Compute what comes from now on with other weights of the same model, between two steps; requests that are here end on
+        theirs. `model`: the folder that they come from. Raises WeightsRefused."""
+        drafts = set(names_for(self.config, loaded)) - {"prompt_lookup"} if self.speculator else ()
+        is_split, is_adapted = self._parallel is not None, bool(self.adapters.loaded)
+        check_new_weights(self._loaded, loaded, has_ranks=is_split, has_adapters=is_adapted, has_drafts=bool(drafts))
+        norm = final_norm(loaded.model)
+        pooler = None if norm is None else Pooler(norm, loaded.config.hidden_size)
+        with self._lock:
+            self.versions.update(WeightVersion(loaded.weights_hash, loaded.model, pooler), self._clock())
+            self._runner.forget_input()
+            self._loaded, self.weights_hash = loaded, loaded.weights_hash
+            self.config = replace(self.config, model=model)
+
     def held_blocks(self, request_id: str) -> tuple[int, ...]:
         """Return the blocks of a prefill_only request after its first tokens, in the order of its tokens, held until release().
 
@@ -304,6 +301,8 @@ class Engine:
         with self._lock:
             if self.adapters.leaving:
                 self.adapters.sweep()
+            if len(self.versions) > 1:
+                self.versions.drop_unused({group.weights_hash for group in self._table}, self._clock())
             running = list(self._scheduler.running)
             self._scheduler.in_step = frozenset(running)
             has_waiting = bool(self._scheduler.waiting)
@@ -360,6 +359,7 @@ class Engine:
             adapter_slots=self.adapters.slots,
             has_speculator=self.speculator is not None,
             pooler=None if self._final_norm is None else Pooler(self._final_norm, hidden_size),
+            weights_hash=loaded.weights_hash,
         )
 
     def _num_logits_rows(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 
 class EngineError(Exception):
     """Base of all errors that the engine raises on purpose."""
@@ -11,8 +13,27 @@ class InvalidRequest(EngineError, ValueError):
     """The request contradicts itself or what the engine already knows about it. The message names the field."""
 
 
-class UnknownAdapter(EngineError):
+class NotLoaded(EngineError):
+    """The request needs something that the engine does not have, or not any more; `field` names it, as messages do."""
+
+    field: ClassVar[str]
+
+
+class UnknownAdapter(NotLoaded):
     """The request's adapter is not loaded, or is being unloaded."""
+
+    field = "request.adapter"
+
+
+class UnknownWeights(NotLoaded):
+    """The request is to be computed with weights that have been replaced."""
+
+    field = "identity.weights_hash"
+
+
+class WeightsRefused(EngineError, ValueError):
+    """Other weights cannot be taken: they are of another model, or something here depends on the present ones. The message says
+    what."""
 
 
 class RequestTooLarge(EngineError):

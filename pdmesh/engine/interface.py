@@ -49,7 +49,7 @@ class KVSharing(Protocol):
         """Reserve blocks for the prompt of a request, whole blocks, which another worker has; None: no room now, or all are here.
         The caller releases the request, also where its wait was cancelled.
 
-        Raises InvalidRequest, RequestTooLarge, UnknownAdapter or DuplicateRequest."""
+        Raises InvalidRequest, RequestTooLarge, NotLoaded or DuplicateRequest."""
 
     async def take_in(self, request_id: str, num_tokens: int, *, is_rounded: bool = False) -> None:
         """Add what has arrived to the prefix cache, the KV of the first `num_tokens` tokens; `is_rounded`: a tier has rounded
@@ -111,7 +111,7 @@ class ServingEngine(Protocol):
         """Hold blocks for prompt and history, cached prefix first and pinned; None: no room now, and nothing is held.
 
         Cancelling the wait may leave the request reserved: the caller releases it. Raises InvalidRequest, RequestTooLarge (it
-        never fits), UnknownAdapter or DuplicateRequest.
+        never fits), NotLoaded or DuplicateRequest.
         """
 
     async def restate(self, request_id: str, request: EngineRequest) -> ReservedBlocks | None:
@@ -149,7 +149,7 @@ class ServingEngine(Protocol):
         """Queue a request to be computed here; it gets blocks when its turn comes. False: the engine is full.
 
         Raises InvalidRequest (also for prefill_only with several choices, where the engine cannot hand them over),
-        RequestTooLarge, UnknownAdapter or DuplicateRequest.
+        RequestTooLarge, NotLoaded or DuplicateRequest.
         """
 
     async def release(self, request_id: str) -> bool:

@@ -31,6 +31,7 @@ class EngineRequest:
     emitted: tuple[tuple[int, ...], ...] = ()  # () or one tuple per choice: tokens already given to the client
     finished: tuple[bool, ...] = ()  # () or one per choice: that choice needs no more tokens
     cache_root: bytes = b""  # root of the block hash chain: identity and tenant salt
+    weights_hash: str = ""  # of the weights that compute it; empty: those that the engine has when it comes
     adapter: AdapterId | None = None  # LoRA adapter that computes it beside the model; None: the model alone
     tpot_goal_s: float = 0.0  # TPOT objective: the longest average time between its tokens; 0: none
     prefill_only: bool = False  # stop after each choice's first new token and hold the blocks until release()

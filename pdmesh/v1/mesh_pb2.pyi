@@ -102,6 +102,94 @@ BREAKER_STATE_HALF_OPEN: BreakerState.ValueType  # 3
 Global___BreakerState: _TypeAlias = BreakerState  # noqa: Y015
 
 @_typing.final
+class MeshUpdateWeightsRequest(_message.Message):
+    """MeshUpdateWeightsRequest names model and weights."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    FOLDER_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """model that is served. Empty is allowed while the mesh serves exactly one."""
+    folder: _builtins.str
+    """folder or .gguf file, as the workers see it."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        folder: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder", "model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MeshUpdateWeightsRequest: _TypeAlias = MeshUpdateWeightsRequest  # noqa: Y015
+
+@_typing.final
+class MeshUpdateWeightsResponse(_message.Message):
+    """MeshUpdateWeightsResponse says which workers have them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WEIGHTS_HASH_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    weights_hash: _builtins.str
+    """weights_hash of what was loaded."""
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerWeights]:
+        """workers of the model."""
+
+    def __init__(
+        self,
+        *,
+        weights_hash: _builtins.str = ...,
+        workers: _abc.Iterable[Global___WorkerWeights] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["weights_hash", b"weights_hash", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MeshUpdateWeightsResponse: _TypeAlias = MeshUpdateWeightsResponse  # noqa: Y015
+
+@_typing.final
+class WorkerWeights(_message.Message):
+    """WorkerWeights says what became of one worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    WEIGHTS_HASH_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    PAUSE_S_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """worker_id of it."""
+    weights_hash: _builtins.str
+    """weights_hash that it computes with; empty where that is not known."""
+    error: _builtins.str
+    """error, for people; empty: it has them."""
+    pause_s: _builtins.float
+    """pause_s: for which no step of it ran."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        weights_hash: _builtins.str = ...,
+        error: _builtins.str = ...,
+        pause_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "pause_s", b"pause_s", "weights_hash", b"weights_hash", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerWeights: _TypeAlias = WorkerWeights  # noqa: Y015
+
+@_typing.final
 class GenerateRequest(_message.Message):
     """GenerateRequest asks for a continuation."""
 

@@ -91,6 +91,11 @@ class MeshStub:
                 request_serializer=pdmesh_dot_v1_dot_mesh__pb2.ReleaseSessionRequest.SerializeToString,
                 response_deserializer=pdmesh_dot_v1_dot_mesh__pb2.ReleaseSessionResponse.FromString,
                 _registered_method=True)
+        self.UpdateWeights = channel.unary_unary(
+                '/pdmesh.v1.Mesh/UpdateWeights',
+                request_serializer=pdmesh_dot_v1_dot_mesh__pb2.MeshUpdateWeightsRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_mesh__pb2.MeshUpdateWeightsResponse.FromString,
+                _registered_method=True)
 
 
 class MeshServicer:
@@ -184,6 +189,15 @@ class MeshServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def UpdateWeights(self, request, context):
+        """UpdateWeights has every worker of a model compute with other weights what comes from then on; requests end on the weights that they
+        began with. It returns when all have answered. INVALID_ARGUMENT names the field; NOT_FOUND: unknown model; FAILED_PRECONDITION: no
+        worker could, or the router does not allow changes; UNAVAILABLE: no worker.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_MeshServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -241,6 +255,11 @@ def add_MeshServicer_to_server(servicer, server):
                     servicer.ReleaseSession,
                     request_deserializer=pdmesh_dot_v1_dot_mesh__pb2.ReleaseSessionRequest.FromString,
                     response_serializer=pdmesh_dot_v1_dot_mesh__pb2.ReleaseSessionResponse.SerializeToString,
+            ),
+            'UpdateWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateWeights,
+                    request_deserializer=pdmesh_dot_v1_dot_mesh__pb2.MeshUpdateWeightsRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_mesh__pb2.MeshUpdateWeightsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -541,6 +560,33 @@ class Mesh:
             '/pdmesh.v1.Mesh/ReleaseSession',
             pdmesh_dot_v1_dot_mesh__pb2.ReleaseSessionRequest.SerializeToString,
             pdmesh_dot_v1_dot_mesh__pb2.ReleaseSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdmesh.v1.Mesh/UpdateWeights',
+            pdmesh_dot_v1_dot_mesh__pb2.MeshUpdateWeightsRequest.SerializeToString,
+            pdmesh_dot_v1_dot_mesh__pb2.MeshUpdateWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

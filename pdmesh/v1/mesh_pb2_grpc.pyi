@@ -72,6 +72,11 @@ class MeshStub:
     as any other's. Idempotent: an unknown session has no blocks. INVALID_ARGUMENT names the field; NOT_FOUND: unknown model;
     RESOURCE_EXHAUSTED: too many releases wait, and this one has changed nothing.
     """
+    UpdateWeights: _grpc.UnaryUnaryMultiCallable[_mesh_pb2.MeshUpdateWeightsRequest, _mesh_pb2.MeshUpdateWeightsResponse]
+    """UpdateWeights has every worker of a model compute with other weights what comes from then on; requests end on the weights that they
+    began with. It returns when all have answered. INVALID_ARGUMENT names the field; NOT_FOUND: unknown model; FAILED_PRECONDITION: no
+    worker could, or the router does not allow changes; UNAVAILABLE: no worker.
+    """
 
 @_typing.type_check_only
 class MeshAsyncStub(MeshStub):
@@ -115,6 +120,11 @@ class MeshAsyncStub(MeshStub):
     """ReleaseSession gives up what workers retain for a session; requests of it that run go on, and its blocks stay in the prefix cache
     as any other's. Idempotent: an unknown session has no blocks. INVALID_ARGUMENT names the field; NOT_FOUND: unknown model;
     RESOURCE_EXHAUSTED: too many releases wait, and this one has changed nothing.
+    """
+    UpdateWeights: _aio.UnaryUnaryMultiCallable[_mesh_pb2.MeshUpdateWeightsRequest, _mesh_pb2.MeshUpdateWeightsResponse]  # type: ignore[assignment]
+    """UpdateWeights has every worker of a model compute with other weights what comes from then on; requests end on the weights that they
+    began with. It returns when all have answered. INVALID_ARGUMENT names the field; NOT_FOUND: unknown model; FAILED_PRECONDITION: no
+    worker could, or the router does not allow changes; UNAVAILABLE: no worker.
     """
 
 class MeshServicer(metaclass=_abc_1.ABCMeta):
@@ -222,6 +232,17 @@ class MeshServicer(metaclass=_abc_1.ABCMeta):
         """ReleaseSession gives up what workers retain for a session; requests of it that run go on, and its blocks stay in the prefix cache
         as any other's. Idempotent: an unknown session has no blocks. INVALID_ARGUMENT names the field; NOT_FOUND: unknown model;
         RESOURCE_EXHAUSTED: too many releases wait, and this one has changed nothing.
+        """
+
+    @_abc_1.abstractmethod
+    def UpdateWeights(
+        self,
+        request: _mesh_pb2.MeshUpdateWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_mesh_pb2.MeshUpdateWeightsResponse, _abc.Awaitable[_mesh_pb2.MeshUpdateWeightsResponse]]:
+        """UpdateWeights has every worker of a model compute with other weights what comes from then on; requests end on the weights that they
+        began with. It returns when all have answered. INVALID_ARGUMENT names the field; NOT_FOUND: unknown model; FAILED_PRECONDITION: no
+        worker could, or the router does not allow changes; UNAVAILABLE: no worker.
         """
 
 def add_MeshServicer_to_server(servicer: MeshServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

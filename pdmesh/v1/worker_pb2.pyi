@@ -121,6 +121,60 @@ REACH_SCOPE_EVERYWHERE: ReachScope.ValueType  # 3
 Global___ReachScope: _TypeAlias = ReachScope  # noqa: Y015
 
 @_typing.final
+class UpdateWeightsRequest(_message.Message):
+    """UpdateWeightsRequest names the weights."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FOLDER_FIELD_NUMBER: _builtins.int
+    folder: _builtins.str
+    """folder or .gguf file, as this worker sees it."""
+    def __init__(
+        self,
+        *,
+        folder: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateWeightsRequest: _TypeAlias = UpdateWeightsRequest  # noqa: Y015
+
+@_typing.final
+class UpdateWeightsResponse(_message.Message):
+    """UpdateWeightsResponse says what the worker computes with now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IDENTITY_FIELD_NUMBER: _builtins.int
+    IS_NEW_FIELD_NUMBER: _builtins.int
+    PAUSE_S_FIELD_NUMBER: _builtins.int
+    is_new: _builtins.bool
+    """is_new: false where they were its weights before."""
+    pause_s: _builtins.float
+    """pause_s: for which no step ran because of it."""
+    @_builtins.property
+    def identity(self) -> _common_pb2.Identity:
+        """identity from now on."""
+
+    def __init__(
+        self,
+        *,
+        identity: _common_pb2.Identity | None = ...,
+        is_new: _builtins.bool = ...,
+        pause_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "is_new", b"is_new", "pause_s", b"pause_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateWeightsResponse: _TypeAlias = UpdateWeightsResponse  # noqa: Y015
+
+@_typing.final
 class GetInfoRequest(_message.Message):
     """GetInfoRequest has no fields."""
 
@@ -393,6 +447,7 @@ class LoadReport(_message.Message):
     OLDEST_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_RETAINED_BLOCKS_FIELD_NUMBER: _builtins.int
     RESTORE_TOKEN_S_FIELD_NUMBER: _builtins.int
+    WEIGHTS_HASH_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """worker_id of the reporter."""
     epoch: _builtins.int
@@ -453,6 +508,10 @@ class LoadReport(_message.Message):
     """restore_token_s: how long a prompt token's KV takes to come from its own tiers by what it has measured lately, in seconds. It
     stays as it is while that differs by little. 0 means that its tiers are not used any more. Absent: see WorkerInfo.
     """
+    weights_hash: _builtins.str
+    """weights_hash that new requests are computed with: once UpdateWeights has replaced the weights, another one than the identity of its
+    WorkerInfo has. Empty: that one.
+    """
     @_builtins.property
     def roles(self) -> _containers.RepeatedScalarFieldContainer[Global___Role.ValueType]:
         """roles it has now."""
@@ -503,10 +562,11 @@ class LoadReport(_message.Message):
         oldest_prompt_tokens: _builtins.int = ...,
         num_retained_blocks: _builtins.int = ...,
         restore_token_s: _builtins.float | None = ...,
+        weights_hash: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_restore_token_s", b"_restore_token_s", "latency_model", b"latency_model", "restore_token_s", b"restore_token_s", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_restore_token_s", b"_restore_token_s", "adapters", b"adapters", "age_ms", b"age_ms", "decode_context", b"decode_context", "draining", b"draining", "epoch", b"epoch", "latency_model", b"latency_model", "max_num_seqs", b"max_num_seqs", "num_cached_blocks", b"num_cached_blocks", "num_decoding", b"num_decoding", "num_free_blocks", b"num_free_blocks", "num_generated_tokens", b"num_generated_tokens", "num_handoff_failures", b"num_handoff_failures", "num_held", b"num_held", "num_preemptions", b"num_preemptions", "num_prefilled_tokens", b"num_prefilled_tokens", "num_prefilling", b"num_prefilling", "num_prefix_hit_tokens", b"num_prefix_hit_tokens", "num_reserved", b"num_reserved", "num_retained_blocks", b"num_retained_blocks", "num_running", b"num_running", "num_steps", b"num_steps", "num_total_blocks", b"num_total_blocks", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "oldest_prompt_tokens", b"oldest_prompt_tokens", "pace_s", b"pace_s", "restore_token_s", b"restore_token_s", "roles", b"roles", "slack_s", b"slack_s", "speculation", b"speculation", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_restore_token_s", b"_restore_token_s", "adapters", b"adapters", "age_ms", b"age_ms", "decode_context", b"decode_context", "draining", b"draining", "epoch", b"epoch", "latency_model", b"latency_model", "max_num_seqs", b"max_num_seqs", "num_cached_blocks", b"num_cached_blocks", "num_decoding", b"num_decoding", "num_free_blocks", b"num_free_blocks", "num_generated_tokens", b"num_generated_tokens", "num_handoff_failures", b"num_handoff_failures", "num_held", b"num_held", "num_preemptions", b"num_preemptions", "num_prefilled_tokens", b"num_prefilled_tokens", "num_prefilling", b"num_prefilling", "num_prefix_hit_tokens", b"num_prefix_hit_tokens", "num_reserved", b"num_reserved", "num_retained_blocks", b"num_retained_blocks", "num_running", b"num_running", "num_steps", b"num_steps", "num_total_blocks", b"num_total_blocks", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "oldest_prompt_tokens", b"oldest_prompt_tokens", "pace_s", b"pace_s", "restore_token_s", b"restore_token_s", "roles", b"roles", "slack_s", b"slack_s", "speculation", b"speculation", "weights_hash", b"weights_hash", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__restore_token_s: _TypeAlias = _typing.Literal["restore_token_s"]  # noqa: Y015
     _WhichOneofArgType__restore_token_s: _TypeAlias = _typing.Literal["_restore_token_s", b"_restore_token_s"]  # noqa: Y015

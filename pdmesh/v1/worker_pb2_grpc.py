@@ -96,6 +96,11 @@ class WorkerControlStub:
                 request_serializer=pdmesh_dot_v1_dot_worker__pb2.WarmPrefixRequest.SerializeToString,
                 response_deserializer=pdmesh_dot_v1_dot_worker__pb2.WarmPrefixResponse.FromString,
                 _registered_method=True)
+        self.UpdateWeights = channel.unary_unary(
+                '/pdmesh.v1.WorkerControl/UpdateWeights',
+                request_serializer=pdmesh_dot_v1_dot_worker__pb2.UpdateWeightsRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_worker__pb2.UpdateWeightsResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerControlServicer:
@@ -196,6 +201,16 @@ class WorkerControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def UpdateWeights(self, request, context):
+        """UpdateWeights loads other weights of the same model beside the present ones, then computes with them what comes from then on;
+        requests that are here end on theirs, and no step is left out. The identity of the worker changes with it, so that KV of two
+        versions never meets. Again, it changes nothing. INVALID_ARGUMENT names the field, or file and tensor; FAILED_PRECONDITION: another
+        model, or something depends on the present weights (adapters, drafts of a model, tiers, a GPU); UNIMPLEMENTED: its engine cannot.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -258,6 +273,11 @@ def add_WorkerControlServicer_to_server(servicer, server):
                     servicer.WarmPrefix,
                     request_deserializer=pdmesh_dot_v1_dot_worker__pb2.WarmPrefixRequest.FromString,
                     response_serializer=pdmesh_dot_v1_dot_worker__pb2.WarmPrefixResponse.SerializeToString,
+            ),
+            'UpdateWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateWeights,
+                    request_deserializer=pdmesh_dot_v1_dot_worker__pb2.UpdateWeightsRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_worker__pb2.UpdateWeightsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -585,6 +605,33 @@ class WorkerControl:
             '/pdmesh.v1.WorkerControl/WarmPrefix',
             pdmesh_dot_v1_dot_worker__pb2.WarmPrefixRequest.SerializeToString,
             pdmesh_dot_v1_dot_worker__pb2.WarmPrefixResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdmesh.v1.WorkerControl/UpdateWeights',
+            pdmesh_dot_v1_dot_worker__pb2.UpdateWeightsRequest.SerializeToString,
+            pdmesh_dot_v1_dot_worker__pb2.UpdateWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

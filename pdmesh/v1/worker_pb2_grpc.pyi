@@ -74,6 +74,12 @@ class WorkerControlStub:
     refuses is no error: what came is told. RESOURCE_EXHAUSTED: it fetches another prefix at the moment; FAILED_PRECONDITION: it
     is another process, model or adapter; UNIMPLEMENTED: it takes none.
     """
+    UpdateWeights: _grpc.UnaryUnaryMultiCallable[_worker_pb2.UpdateWeightsRequest, _worker_pb2.UpdateWeightsResponse]
+    """UpdateWeights loads other weights of the same model beside the present ones, then computes with them what comes from then on;
+    requests that are here end on theirs, and no step is left out. The identity of the worker changes with it, so that KV of two
+    versions never meets. Again, it changes nothing. INVALID_ARGUMENT names the field, or file and tensor; FAILED_PRECONDITION: another
+    model, or something depends on the present weights (adapters, drafts of a model, tiers, a GPU); UNIMPLEMENTED: its engine cannot.
+    """
 
 @_typing.type_check_only
 class WorkerControlAsyncStub(WorkerControlStub):
@@ -119,6 +125,12 @@ class WorkerControlAsyncStub(WorkerControlStub):
     fetches what it lacks, a part at a time, behind the requests that it has, and within its warm_blocks. A holder that fails or
     refuses is no error: what came is told. RESOURCE_EXHAUSTED: it fetches another prefix at the moment; FAILED_PRECONDITION: it
     is another process, model or adapter; UNIMPLEMENTED: it takes none.
+    """
+    UpdateWeights: _aio.UnaryUnaryMultiCallable[_worker_pb2.UpdateWeightsRequest, _worker_pb2.UpdateWeightsResponse]  # type: ignore[assignment]
+    """UpdateWeights loads other weights of the same model beside the present ones, then computes with them what comes from then on;
+    requests that are here end on theirs, and no step is left out. The identity of the worker changes with it, so that KV of two
+    versions never meets. Again, it changes nothing. INVALID_ARGUMENT names the field, or file and tensor; FAILED_PRECONDITION: another
+    model, or something depends on the present weights (adapters, drafts of a model, tiers, a GPU); UNIMPLEMENTED: its engine cannot.
     """
 
 class WorkerControlServicer(metaclass=_abc_1.ABCMeta):
@@ -234,6 +246,18 @@ class WorkerControlServicer(metaclass=_abc_1.ABCMeta):
         fetches what it lacks, a part at a time, behind the requests that it has, and within its warm_blocks. A holder that fails or
         refuses is no error: what came is told. RESOURCE_EXHAUSTED: it fetches another prefix at the moment; FAILED_PRECONDITION: it
         is another process, model or adapter; UNIMPLEMENTED: it takes none.
+        """
+
+    @_abc_1.abstractmethod
+    def UpdateWeights(
+        self,
+        request: _worker_pb2.UpdateWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.UpdateWeightsResponse, _abc.Awaitable[_worker_pb2.UpdateWeightsResponse]]:
+        """UpdateWeights loads other weights of the same model beside the present ones, then computes with them what comes from then on;
+        requests that are here end on theirs, and no step is left out. The identity of the worker changes with it, so that KV of two
+        versions never meets. Again, it changes nothing. INVALID_ARGUMENT names the field, or file and tensor; FAILED_PRECONDITION: another
+        model, or something depends on the present weights (adapters, drafts of a model, tiers, a GPU); UNIMPLEMENTED: its engine cannot.
         """
 
 def add_WorkerControlServicer_to_server(servicer: WorkerControlServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -35,16 +35,16 @@ from pdmesh.worker.config import WorkerConfig
 from pdmesh.worker.control import ControlServicer, RoleChanges
 from pdmesh.worker.description import Description, describe
 from pdmesh.worker.engines.base import EngineEvents, WorkerEngine
-from pdmesh.worker.expert_load import ExpertWindow
 from pdmesh.worker.kv_events.service import KVEvents
 from pdmesh.worker.kv_events.stream import watch_blocks
 from pdmesh.worker.kv_sources import WorkerKVSources, kv_tiers_of, open_kv_tiers
-from pdmesh.worker.load import LoadReporter, StepWatch
+from pdmesh.worker.load import ExpertWindow, LoadReporter, StepWatch
 from pdmesh.worker.metrics import Seen, WorkerMetrics, read
 from pdmesh.worker.prefix_publisher import PrefixPublisher, list_blocks
 from pdmesh.worker.roles import Role, RoleGate, roles_of
 from pdmesh.worker.step_dispatcher import StepDispatcher, StepSpans
 from pdmesh.worker.token_request import ModelGrammars, ServedModel
+from pdmesh.worker.weights import WorkerWeights
 from prefill_service.handoff import HandoffTools
 from prefill_service.kv_pull import KVPuller, PullTools
 from prefill_service.kv_send import BlockSender
@@ -106,6 +106,7 @@ class Worker:
         self._warmer = KVWarmer(self._warm_tools(served_model))
         self.block_sender = self._block_sender(served_model)
         self.prefill = self._prefill_servicer(served_model)
+        self._weights = WorkerWeights(engine, served_model, self._weights_changed, _made_of_identity(config))
         self.decode = DecodeService(config.decode_settings, self._dependencies(served_model))
         self._receiver = self._kv_receiver(served_model, tls)
         self._server = GrpcServer(config.host, config.port, tls=tls, secret=self.secret)
@@ -153,6 +154,7 @@ class Worker:
             send_blocks=self.block_sender.send,
             warm_prefix=self._warmer.warm,
             adapters=self.adapters,
+            update_weights=self._weights.update,
         )
         add_decode = decode_pb2_grpc.add_DecodeServiceServicer_to_server
         add_prefill = prefill_pb2_grpc.add_PrefillServiceServicer_to_server
@@ -236,6 +238,11 @@ class Worker:
             self.dispatcher.on_step(result)
         except Exception as error:  # noqa: BLE001  lost results cannot be produced again
             self._on_failure(error)
+
+    def _weights_changed(self) -> None:
+        self.description = self._describe()
+        self.load.weights_hash = self._served_model.identity.weights_hash
+        self.changes.notify()
 
     def _adapters_changed(self) -> None:
         self.load.adapters = self.adapters.infos()
@@ -366,6 +373,7 @@ class Worker:
             load_report=self.load.report,
             spans=self._spans,
             sources=self._sources,
+            earlier_weights=self._weights,
         )
 
     def _kv_receiver(self, served_model: ServedModel, tls: Tls | None) -> Receiver:
@@ -411,6 +419,13 @@ class Worker:
             private_tiers=self.tiers is not None and self._config.tiers.private,
             warm_blocks=self._warmer.max_blocks,
         )
+
+
+def _made_of_identity(config: WorkerConfig) -> tuple[str, ...]:
+    """Return what a worker makes of its identity at its start and keeps, in words."""
+    tiers, events = config.tiers, config.kv_event_settings
+    found = {"KV tiers": bool(tiers.kv_host_gb or tiers.kv_disk or tiers.kv_store), "KV events": events.is_wanted}
+    return tuple(what for what, is_so in found.items() if is_so)
 
 
 def _most_names(config: WorkerConfig) -> int:

@@ -60,7 +60,7 @@ class RoleChanges:
 
 class ControlServicer(WorkerControlServicer):
     """Serve GetInfo, Watch, SetRoles, ListBlocks, WatchBlocks, KeepTraces, ReleaseRetained, SendBlocks, WarmPrefix, and the
-    loading of adapters."""
+    loading of adapters and of weights."""
 
     def __init__(
         self,
@@ -76,6 +76,7 @@ class ControlServicer(WorkerControlServicer):
         send_blocks: Callable[[worker_pb2.SendBlocksRequest], Awaitable[worker_pb2.SendBlocksResponse]],
         warm_prefix: Callable[[worker_pb2.WarmPrefixRequest], Awaitable[worker_pb2.WarmPrefixResponse]],
         adapters: WorkerAdapters,
+        update_weights: Callable[[str], Awaitable[worker_pb2.UpdateWeightsResponse]],
     ) -> None:
         """Create the servicer. `set_roles(roles, drain_timeout_s)` returns when removed roles have no work left;
         `release_retained(tenant, session)` returns the number of blocks."""
@@ -90,6 +91,7 @@ class ControlServicer(WorkerControlServicer):
         self._send_blocks = send_blocks
         self._warm_prefix = warm_prefix
         self._adapters = adapters
+        self._update_weights = update_weights
 
     async def GetInfo(self, request: worker_pb2.GetInfoRequest, context: _ServicerContext) -> worker_pb2.WorkerInfo:
         return self._info()
@@ -155,3 +157,10 @@ class ControlServicer(WorkerControlServicer):
 
     async def ListAdapters(self, request: worker_pb2.ListAdaptersRequest, context: _ServicerContext) -> worker_pb2.AdapterList:
         return self._adapters.listed()
+
+    async def UpdateWeights(
+        self, request: worker_pb2.UpdateWeightsRequest, context: _ServicerContext
+    ) -> worker_pb2.UpdateWeightsResponse:
+        if not request.folder:
+            raise InvalidArgument("folder", "empty; give the folder of the weights, as this worker sees it")
+        return await self._update_weights(request.folder)

@@ -22,7 +22,7 @@ from pdmesh.runtime.telemetry.metrics import Metrics, Reader, Readings, counter,
 from pdmesh.runtime.telemetry.open_metrics import open_metrics
 from pdmesh.v1 import worker_pb2
 from pdmesh.worker.config import WorkerConfig
-from pdmesh.worker.expert_load import ExpertLoad
+from pdmesh.worker.load import ExpertLoad
 from prefill_service.kv_pull import PullCounts
 
 # The list of metrics.

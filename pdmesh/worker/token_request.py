@@ -61,16 +61,19 @@ class Grammars(Protocol):
 @dataclass(frozen=True)
 class TokenRequestTranslator:
     """Translate requests for a worker that serves `model`. `cache_root(tenant, cache_salt)` is the hash with which block hashes
-    begin; `grammars` compiles constraints; None: no request may have one."""
+    begin, `weights_hash()` that of the weights, both of now; `grammars` compiles constraints; None: no request may have one."""
 
     model: str
     cache_root: Callable[[str, str], bytes]
     grammars: Grammars | None = None
     adapter_of: AdapterOf | None = None  # from name and digest; None: the worker has no adapters
+    weights_hash: Callable[[], str] = lambda: ""
 
     async def __call__(self, request: common_pb2.TokenRequest) -> EngineRequest:
         """Return the engine's request. Raises InvalidArgument, or FailedPrecondition for another model, naming the field in
         `request`."""
+        # Before anything is waited for: the caller has compared identities just now, and the weights may be replaced meanwhile.
+        weights_hash, cache_root = self.weights_hash(), self.cache_root(request.tenant, request.cache_salt)
         if request.model != self.model:
             raise FailedPrecondition("request.model", f"this worker serves {self.model!r}, not {request.model[:80]!r}")
         if not request.prompt_token_ids:
@@ -84,7 +87,8 @@ class TokenRequestTranslator:
             sampling=sampling,
             emitted=emitted,
             finished=finished,
-            cache_root=self.cache_root(request.tenant, request.cache_salt),
+            cache_root=cache_root,
+            weights_hash=weights_hash,
             adapter=self._adapter(request),
             retention=_retention(request),
             grammar=grammar,
@@ -235,7 +239,8 @@ class ServedModel:
         def cache_root(tenant: str, cache_salt: str) -> bytes:
             return cache_root_of(identity, layout.kv_dtype, tenant=tenant, cache_salt=cache_salt)
 
-        return cls(identity, layout, TokenRequestTranslator(identity.model, cache_root, grammars, adapter_of))
+        translate = TokenRequestTranslator(identity.model, cache_root, grammars, adapter_of, lambda: identity.weights_hash)
+        return cls(identity, layout, translate)
 
     @property
     def plain_root(self) -> bytes:

@@ -19,6 +19,7 @@ from router.api import embedding, explain, status
 from router.api.validation import MAX_PRIORITY_HINT, MAX_RETENTION_S, MAX_TENANT_CHARS, check_session_id, refuse
 from router.auth import identity
 from router.context import RouterContext
+from router.fleet.weights import FleetWeights
 from router.lifecycle.request import OpenRequests, Request
 from router.lifecycle.stages import Pipeline
 from router.telemetry.request_trace import CHAT, COMPLETION, EMBEDDINGS, open_trace
@@ -121,6 +122,11 @@ class Frontend:
     async def unload_adapter(self, request: worker_pb2.UnloadAdapterRequest) -> mesh_pb2.MeshAdapter:
         """Unload a LoRA adapter on all workers of a model. Raises MeshError."""
         return await self.core.adapters.unload(self.model_of(request.model).name, request.name)
+
+    async def update_weights(self, request: mesh_pb2.MeshUpdateWeightsRequest) -> mesh_pb2.MeshUpdateWeightsResponse:
+        """Have all workers of a model compute with other weights. Raises MeshError."""
+        weights = FleetWeights(self.core.fleet, may_change=self.core.config.lets_clients_change_adapters)
+        return await weights.update(self.model_of(request.model).name, request.folder)
 
     def adapters(self) -> mesh_pb2.ListMeshAdaptersResponse:
         """Return all adapters, with the workers that have them."""

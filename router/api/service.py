@@ -71,3 +71,8 @@ class MeshService(MeshServicer):
         self, request: worker_pb2.ListAdaptersRequest, context: _ServicerContext
     ) -> mesh_pb2.ListMeshAdaptersResponse:
         return self._frontend.adapters()
+
+    async def UpdateWeights(
+        self, request: mesh_pb2.MeshUpdateWeightsRequest, context: _ServicerContext
+    ) -> mesh_pb2.MeshUpdateWeightsResponse:
+        return await self._frontend.update_weights(request)

@@ -46,7 +46,7 @@ LACKS = (
     worker_pb2.ENGINE_LACK_EMBEDDINGS,
     worker_pb2.ENGINE_LACK_RETENTION,
 )
-_STOCK = "a stock engine has its roles, its cache and its adapters to itself"
+_STOCK = "a stock engine has its roles, its cache, its adapters and its weights to itself"
 
 
 class EngineSpeed:
@@ -159,6 +159,11 @@ class EngineBridge(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.Worker
         raise Unimplemented(_STOCK)
 
     async def WarmPrefix(self, request: worker_pb2.WarmPrefixRequest, context: _ControlContext) -> worker_pb2.WarmPrefixResponse:
+        raise Unimplemented(_STOCK)
+
+    async def UpdateWeights(
+        self, request: worker_pb2.UpdateWeightsRequest, context: _ControlContext
+    ) -> worker_pb2.UpdateWeightsResponse:
         raise Unimplemented(_STOCK)
 
     def WatchBlocks(

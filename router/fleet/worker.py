@@ -75,6 +75,13 @@ class Incarnation:
         chunk = self.info.max_num_batched_tokens or DEFAULT_CHUNK
         self.reuse.add(timings, worker_reports.latency_of(self.load), chunk)
 
+    def replaced_weights(self, weights_hash: str) -> None:
+        """Take the worker as one of another identity from now on: it computes new requests with other weights."""
+        info = worker_pb2.WorkerInfo()
+        info.CopyFrom(self.info)
+        info.identity.weights_hash = weights_hash
+        self.info, self.described = info, worker_reports.describe(info)
+
     @property
     def longest_step_s(self) -> float:
         """Return the predicted time of a step full of prompts; 0 while the worker does not report its speed."""
@@ -295,6 +302,10 @@ class Worker:
         """Have the worker unload a LoRA adapter. Raises AioRpcError."""
         return await self._control.UnloadAdapter(request, timeout=timeout_s)
 
+    async def update_weights(self, folder: str, timeout_s: float) -> worker_pb2.UpdateWeightsResponse:
+        """Have the worker compute with other weights. Raises AioRpcError."""
+        return await self._control.UpdateWeights(worker_pb2.UpdateWeightsRequest(folder=folder), timeout=timeout_s)
+
     async def release_retained(self, tenant: str, session_id: str, timeout_s: float) -> int:
         """Have the worker give up what it retains for a session; return the number of blocks. Raises AioRpcError."""
         request = worker_pb2.ReleaseRetainedRequest(tenant=tenant, session_id=session_id)
@@ -435,6 +446,8 @@ class Worker:
         current = self.current
         if current is None or load.epoch != current.info.epoch:
             return
+        if load.weights_hash and load.weights_hash != current.info.identity.weights_hash:
+            current.replaced_weights(load.weights_hash)
         now = time.monotonic()
         if now - current.reported_at > LATE_PERIODS * self._report_period_ms / 1000:
             current.late_at = now

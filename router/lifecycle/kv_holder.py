@@ -8,7 +8,7 @@ from pdmesh.v1 import prefill_pb2, worker_pb2
 from router.context import RouterContext
 from router.lifecycle.request import Dispatch
 from router.routing.cost_model import DEFAULT_CHUNK, RESTORE_S
-from router.routing.peer_tiers import peer_tiers
+from router.routing.filters import peer_tiers
 from router.routing.worker_snapshot import Mode, WorkerKey, WorkerSnapshot
 
 MAX_HOLDERS = 256

@@ -27,6 +27,7 @@ from router.routing.cost_model import (
 from router.routing.filters import (
     Candidate,
     NoPlacement,
+    PeerTiers,
     Placement,
     RoutingRequest,
     can_hand_over,
@@ -37,9 +38,9 @@ from router.routing.filters import (
     has_room_now,
     is_away,
     no_partner,
+    peer_tiers,
 )
 from router.routing.fleet_snapshot import FleetSnapshot, Pool, Ranking
-from router.routing.peer_tiers import PeerTiers, peer_tiers
 from router.routing.prediction_parts import OutputPart, PromptPart, local_prediction, output_part, prompt_part, remote_prediction
 from router.routing.worker_snapshot import Mode, WorkerKey, WorkerSnapshot
 

@@ -16,9 +16,8 @@ from pdmesh.runtime.rpc import mesh_secret
 from pdmesh.runtime.rpc.mesh_secret import MeshSecret, write_secret
 from pdmesh.v1 import common_pb2, worker_pb2
 from router.config import RouterConfig
-from router.fleet.adapters import FleetAdapters
+from router.fleet.adapters import UNWANTED, AdapterKey, FleetAdapters, Wanted, WantedAdapters
 from router.fleet.registry import FleetRegistry
-from router.fleet.wanted_adapters import UNWANTED, AdapterKey, Wanted, WantedAdapters
 from router.routing.filters import NoPlacement, RoutingRequest, can_prefill, explain_no_candidate, same_kind
 from router.routing.worker_reports import adapters_of
 from tests.router.fleets import worker

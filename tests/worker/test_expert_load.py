@@ -14,7 +14,7 @@ from pdmesh.engine.models.decoder import DecoderModel
 from pdmesh.engine.models.experts import Experts
 from pdmesh.runtime.telemetry.config import TelemetryConfig
 from pdmesh.worker import metrics
-from pdmesh.worker.expert_load import ExpertWindow
+from pdmesh.worker.load import ExpertWindow
 from tests.engine.paged_loop import PagedLoop, load
 from tests.runtime.telemetry.scrape import scrape
 from tests.support.mini_router import MiniRouter

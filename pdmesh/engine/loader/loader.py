@@ -121,8 +121,11 @@ def is_prepared_on(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def load_model(config: EngineConfig, progress: Progress = lambda _share, _text: None) -> LoadedModel:
-    """Load `config.model` for `config.device` in the configured formats. `progress` gets (share done, description).
+def load_model(
+    config: EngineConfig, progress: Progress = lambda _share, _text: None, *, beside: NativeModel | None = None
+) -> LoadedModel:
+    """Load `config.model` for `config.device` in the configured formats. `progress` gets (share done, description). `beside`: a
+    model with whose threads it is to compute, in turn with it.
 
     Raises ValueError (its message names file, field or numbers): the model does not exist, is not supported, is incomplete, does
     not fit (DoesNotFit), or its device does not exist.
@@ -153,7 +156,7 @@ def load_model(config: EngineConfig, progress: Progress = lambda _share, _text: 
         places = places_bytes(source.config, config.num_adapter_slots, config.max_lora_rank, numerics.dtype.itemsize)
         check_adapters_fit(places, weight_bytes, free_bytes, config)
     digest = _overridden(weights_hash(files, lambda share: progress(0.3 * share, "hashing weights")), config.override)
-    loading = partial(_load, source, config, numerics, digest, library)
+    loading = partial(_load, source, config, numerics, digest, library, beside)
     model, mode = loading(lambda share, text: progress(0.3 + 0.7 * share, text))
     kv_scales = known_scales(source, numerics.kv_dtype)
     progress(1.0, "loaded")
@@ -186,6 +189,7 @@ def _load(
     numerics: Numerics,
     digest: str,
     library: ctypes.CDLL | None,
+    beside: NativeModel | None,
     progress: Progress,
 ) -> tuple[NativeModel | DecoderModel | TritonModel | ParallelModel, str]:
     """Return the model, and its numeric mode; log what was read of the checkpoint."""
@@ -204,10 +208,11 @@ def _load(
         return model, numeric_mode(model, config.device)
     num_threads = config.num_threads or default_threads()
     weights = _packed_weights(NativeBuilder(source, numerics, max_context), config, digest, progress)
-    cores = CoreTable(config.core_table, num_threads, config.shared_cores) if config.core_table else None
+    has_cores = bool(config.core_table) and beside is None
+    cores = CoreTable(config.core_table, num_threads, config.shared_cores) if has_cores else None
     native = NativeModel(
         library, source.config, weights, block_size=config.block_size, kv_dtype=numerics.kv_dtype, num_threads=num_threads,
-        cores=cores,
+        cores=cores, beside=beside,
     )  # fmt: skip
     return native, numerics.name(f"native{KERNEL_REVISION}-{isa.detect().mode}")
 

@@ -31,19 +31,9 @@ from pdmesh.engine.scheduler.scheduler import ScheduledSequence, SchedulerOutput
 from pdmesh.engine.scheduler.sequence import Sequence
 from pdmesh.engine.speculation.draft import NOTHING, ROOT, Verified
 from pdmesh.engine.speculation.guarded_proposer import allowed_on_tree
+from pdmesh.engine.weight_versions import ForwardModel, WeightVersion, WeightVersions
 
 _HOST = torch.device("cpu")
-
-
-class ForwardModel(Protocol):
-    """The methods of a model that the runner needs."""
-
-    def forward(self, batch: StepBatch, kv: Tensor, signal: LayerReadiness | None = None, hidden: Tensor | None = None) -> Tensor:
-        """Write the KV of the batch's T tokens into `kv`, notifying `signal` of each layer; return logits [R, vocab] float32.
-
-        `hidden` [R, hidden_size] float32 is filled with the hidden states, before the final norm, that the logits come from.
-        """
-        ...
 
 
 class TokenSampler(Protocol):
@@ -85,19 +75,19 @@ class ModelRunner:
         adapter_slots: Mapping[AdapterId, int] = MappingProxyType({}),
         pooler: Pooler | None = None,
         has_speculator: bool = True,
+        weights_hash: str = "",
     ) -> None:
         """`hidden_size` of the hidden states that each draw returns; None: they are not needed. `arrangement` of the
         pool, see kvtransfer/conversion.py. `others`: pools that have to follow this one. `adapter_slots`: where
         adapters are loaded now, which may change between steps. `pooler`: what makes embeddings; None: no request has pooling.
-        `has_speculator` False: nothing reads `SampledOutput.verified` of steps without drafts."""
+        `has_speculator` False: nothing reads `SampledOutput.verified` of steps without drafts. `weights_hash`: the model's."""
+        self.versions = WeightVersions(WeightVersion(weights_hash, model, pooler))
         self._has_speculator = has_speculator
         self._kept: KeptInput | None = None
-        self._pooler = pooler
         self._adapter_slots = adapter_slots
         self._others = others
         self._arrangement = arrangement
         self._hidden_size = hidden_size
-        self._model = model
         self._kv, self._block_size = kv, kv.shape[3]
         self._sampler = sampler
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -107,7 +97,7 @@ class ModelRunner:
     ) -> dict[Sequence, list[SampledOutput]]:
         """Compute the scheduled sequences, whose blocks have been copied; return the draws of those that reach their end.
         `keep_hidden`: the hidden states of this step are needed, if they are ever."""
-        if plan.num_repeats and not (keep_hidden and self._hidden_size is not None):
+        if plan.num_repeats and not (keep_hidden and self._hidden_size is not None) and self._has_one_version(plan):
             return self._run_again(plan)
         self._kept = None
         return self._run_new(plan, signal, keep_hidden=keep_hidden)
@@ -116,14 +106,25 @@ class ModelRunner:
     def _run_new(
         self, plan: SchedulerOutput, signal: LayerReadiness | None, *, keep_hidden: bool
     ) -> dict[Sequence, list[SampledOutput]]:
-        pieces = plan.pieces
-        batch = self.batch_of(pieces)
-        if self._pooler is not None and any(piece.sequence.group.request.pooling for piece in pieces):
-            return self._run_pooling(pieces, batch, signal, self._pooler)
+        parts = self.versions.split(plan.pieces)
+        if len(parts) == 1:
+            return self._run_pieces(*parts[0], signal, keep_hidden=keep_hidden)
+        draws: dict[Sequence, list[SampledOutput]] = {}
+        for version, pieces in parts:  # a signal counts the layers of one pass: KV is announced at the end of such a step
+            draws |= self._run_pieces(version, pieces, None, keep_hidden=keep_hidden)
+        return draws
+
+    def _run_pieces(
+        self, version: WeightVersion, pieces: list[ScheduledSequence], signal: LayerReadiness | None, *, keep_hidden: bool
+    ) -> dict[Sequence, list[SampledOutput]]:
+        """Compute sequences of one version of the weights in one pass."""
+        batch, model = self.batch_of(pieces), version.model
+        if version.pooler is not None and any(piece.sequence.group.request.pooling for piece in pieces):
+            return self._run_pooling(version, pieces, batch, signal)
         if self._hidden_size is None or not keep_hidden:
-            return self._draw(pieces, self._model.forward(batch, self._kv, signal), None)
+            return self._draw(pieces, model.forward(batch, self._kv, signal), None)
         hidden = torch.empty((len(batch.logits_rows), self._hidden_size), dtype=torch.float32, device=self._kv.device)
-        return self._draw(pieces, self._model.forward(batch, self._kv, signal, hidden), hidden)
+        return self._draw(pieces, model.forward(batch, self._kv, signal, hidden), hidden)
 
     def _run_again(self, plan: SchedulerOutput) -> dict[Sequence, list[SampledOutput]]:
         """Run a plan of sequences that decode once more, with the input of the step before."""
@@ -131,11 +132,15 @@ class ModelRunner:
         if kept is None or kept.plan is not plan:
             kept = self._kept = KeptInput(plan, [self._sample_row(owner) for owner in _owners(plan.pieces)])
         batch = kept.batch_of_next(self._block_size, self._adapter_slots)
-        tokens = self._sampler.sample(self._model.forward(batch, self._kv), kept.rows_of_next())
+        model = self.versions.of(kept.weights_hash).model
+        tokens = self._sampler.sample(model.forward(batch, self._kv), kept.rows_of_next())
         return {
             sequence: [SampledOutput(sequence.choices[0], (token,), self._verified_alone(token))]
             for sequence, token in zip(kept.sequences, tokens, strict=True)
         }
+
+    def _has_one_version(self, plan: SchedulerOutput) -> bool:
+        return len(self.versions) == 1 or len({sequence.group.weights_hash for sequence in plan.sequences}) == 1
 
     def forget_input(self) -> None:
         """Drop what was kept for a further step of the same sequences, and what the model keeps with it: none of them runs."""
@@ -145,10 +150,12 @@ class ModelRunner:
         return Verified(NOTHING, (token.token_id,)) if self._has_speculator else None
 
     def _run_pooling(
-        self, pieces: list[ScheduledSequence], batch: StepBatch, signal: LayerReadiness | None, pooler: Pooler
+        self, version: WeightVersion, pieces: list[ScheduledSequence], batch: StepBatch, signal: LayerReadiness | None
     ) -> dict[Sequence, list[SampledOutput]]:
+        pooler = version.pooler
+        assert pooler is not None
         hidden = torch.empty((len(batch.logits_rows), pooler.hidden_size), dtype=torch.float32, device=self._kv.device)
-        logits = self._model.forward(batch, self._kv, signal, hidden)
+        logits = version.model.forward(batch, self._kv, signal, hidden)
         pooled = pooler.take(pieces, hidden)
         draws = self._draw(pieces, logits, None if self._hidden_size is None else hidden)
         for sequence, embedding in pooled.items():
@@ -247,6 +254,7 @@ class KeptInput:
     def __init__(self, plan: SchedulerOutput, rows: list[SampleRow]) -> None:
         """`rows`: one for each sequence of the plan, which the draws change in place."""
         self.plan, self.sequences = plan, plan.sequences
+        self.weights_hash = self.sequences[0].group.weights_hash
         self._rows = rows
         self._has_grammar = any(sequence.group.request.grammar is not None for sequence in self.sequences)
         self._batch: DecodeBatch | None = None

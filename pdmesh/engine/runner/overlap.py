@@ -36,11 +36,12 @@ from pdmesh.engine.kv_cache.events import LayerReadiness
 from pdmesh.engine.loader.loader import LoadedModel
 from pdmesh.engine.memory import effective_max_context
 from pdmesh.engine.runner.batch import StepBatch
-from pdmesh.engine.runner.model_runner import ForwardModel, ModelRunner, SampledOutput, TokenSampler
+from pdmesh.engine.runner.model_runner import ModelRunner, SampledOutput, TokenSampler
 from pdmesh.engine.sampling.sampler import SampledToken, SampleRow, Unseen
 from pdmesh.engine.scheduler.scheduler import ScheduledSequence, Scheduler, SchedulerOutput
 from pdmesh.engine.scheduler.sequence import Sequence
 from pdmesh.engine.speculation.draft import NOTHING, Verified
+from pdmesh.engine.weight_versions import ForwardModel
 
 
 class Drawing(Protocol):

@@ -9,13 +9,15 @@ release is allowed in any state.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 from pdmesh.adapter_id import AdapterId
-from pdmesh.engine.errors import DuplicateRequest, InvalidRequest, InvalidState, UnknownAdapter, UnknownRequest
+from pdmesh.engine.errors import DuplicateRequest, IntegrityError, InvalidRequest, InvalidState, UnknownAdapter, UnknownRequest
 from pdmesh.engine.interface import ReservedBlocks
 from pdmesh.engine.kv_cache.block_manager import BlockManager
 from pdmesh.engine.outputs import FinishReason, StartClock
@@ -43,12 +45,15 @@ class RequestTable:
         allocator: BlockManager,
         scheduler: Scheduler,
         may_have: Callable[[AdapterId], bool] = lambda adapter: False,
+        weights_for: Callable[[str], str] = lambda weights_hash: weights_hash,
     ) -> None:
-        """`may_have` says whether a new request may be computed with an adapter."""
+        """`may_have` says whether a new request may be computed with an adapter; `weights_for` returns the hash of the weights
+        for one that asks for a hash, or for none."""
         self._limits = limits
         self._allocator = allocator
         self._scheduler = scheduler
         self._may_have = may_have
+        self._weights_for = weights_for
         self._groups: dict[str, SequenceGroup] = {}
         self._arrivals = itertools.count()
 
@@ -75,7 +80,8 @@ class RequestTable:
             raise UnknownAdapter(f"adapter: {request.adapter.name!r} is not loaded here (any more)")
         if request.request_id in self._groups:
             raise DuplicateRequest(f"request_id: {request.request_id!r} is in the engine already; release it first")
-        group = SequenceGroup(request, next(self._arrivals), phase, clock)
+        weights_hash = self._weights_for(request.weights_hash)
+        group = SequenceGroup(request, next(self._arrivals), phase, clock, weights_hash)
         num_taken = sum(other.num_seats for other in self._groups.values())
         return group if num_taken + group.num_seats <= self._limits.max_num_seqs else None
 
@@ -295,7 +301,7 @@ class Reservations:
         """Return a group for a request that continues the same tokens; it has the blocks and the turn of the reserved group."""
         group = self._table.find(request_id, Phase.RESERVED)
         check_request(request, self._limits)
-        restated = SequenceGroup(request, group.arrival, Phase.RESERVED)
+        restated = SequenceGroup(request, group.arrival, Phase.RESERVED, weights_hash=group.weights_hash)
         restated.retention = group.retention
         _check_same_beginning(group, restated)
         restated.sequences[0].inherit(group.sequences[0])
@@ -331,3 +337,20 @@ def _check_first_tokens(
         raise InvalidRequest(f"first_tokens: given for choices {given}, needed for all of {sorted(choices)}")
     if not all(0 <= token_id < vocab_size for token_id in first_tokens.values()):
         raise InvalidRequest(f"first_tokens: {dict(first_tokens)} are not all in the vocabulary of {vocab_size}")
+
+
+# The integrity check of the blocks, cheap enough to run whenever the engine idles.
+
+
+def check_integrity(blocks: BlockManager, groups: Iterable[SequenceGroup], scheduler: Scheduler) -> None:
+    """Raise IntegrityError unless each block has as many references as sequences and pins hold, and every sequence is in one
+    place."""
+    groups = list(groups)
+    held = [sequence.block_ids for group in groups for sequence in group.sequences]
+    blocks.pool.check(Counter(chain.from_iterable((*held, *blocks.pinned.values()))))
+    active = [sequence for group in groups if group.phase is Phase.ACTIVE for sequence in group.sequences]
+    scheduled = scheduler.running + scheduler.waiting
+    if len(scheduled) != len(active) or set(scheduled) != set(active):
+        raise IntegrityError(f"{len(scheduled)} sequences are scheduled, {len(active)} of known requests are active")
+    if any(sequence.block_ids for sequence in scheduler.waiting):
+        raise IntegrityError("a waiting sequence holds blocks")

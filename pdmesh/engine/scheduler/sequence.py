@@ -190,8 +190,12 @@ class Phase(enum.Enum):
 class SequenceGroup:
     """Hold one request in the engine, with the sequences of its unfinished choices."""
 
-    def __init__(self, request: EngineRequest, arrival: int, phase: Phase, clock: StartClock | None = None) -> None:
+    def __init__(
+        self, request: EngineRequest, arrival: int, phase: Phase, clock: StartClock | None = None, weights_hash: str = ""
+    ) -> None:
+        """`weights_hash`: of the weights that compute it."""
         self.request = request
+        self.weights_hash = weights_hash
         self.arrival = arrival
         self.phase = phase
         self.clock = clock  # None while reserved

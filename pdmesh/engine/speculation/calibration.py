@@ -33,9 +33,10 @@ from torch import Tensor
 from pdmesh.engine.kv_cache.block_pool import num_blocks_for
 from pdmesh.engine.loader.hash import cache_folder
 from pdmesh.engine.runner.batch import StepBatch
-from pdmesh.engine.runner.model_runner import ForwardModel, TokenSampler
+from pdmesh.engine.runner.model_runner import TokenSampler
 from pdmesh.engine.sampling.sampler import SampleRow
 from pdmesh.engine.speculation.cost_curve import CostCurve, rising
+from pdmesh.engine.weight_versions import ForwardModel
 from pdmesh.platform import fallbacks
 from pdmesh.sampling_params import SamplingParams
 

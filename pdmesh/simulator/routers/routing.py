@@ -15,9 +15,8 @@ from router.flow_control.slo_admission import Forecast
 from router.kv_index.block_map import BlockMap, WorkerSlots
 from router.kv_index.index import IN_FLIGHT_S, NO_TOKENS, Part, PrefixMemory, PromptTokens, together
 from router.routing.cost_model import OutputLengths, Overheads
-from router.routing.filters import NoPlacement, Placement, RoutingRequest
+from router.routing.filters import NoPlacement, PeerTiers, Placement, RoutingRequest, peer_tiers
 from router.routing.fleet_snapshot import FleetSnapshot
-from router.routing.peer_tiers import PeerTiers, peer_tiers
 from router.routing.policy import make_policy
 from router.routing.worker_reports import NOTHING
 from router.routing.worker_snapshot import WorkerKey, WorkerSnapshot

@@ -72,6 +72,13 @@ class EngineEvents:
     on_failure: Callable[[BaseException], None]
 
 
+class PreparedWeights(Protocol):
+    """Weights that were loaded and not taken yet."""
+
+    @property
+    def weights_hash(self) -> str: ...
+
+
 class StepPacer(Protocol):
     """Take the fitted cost of steps, by which an engine limits the prompt tokens of a step."""
 
@@ -178,6 +185,17 @@ class WorkerEngine(ServingEngine, Protocol):
     async def release_retained(self, tenant: str, session: str) -> int:
         """Give up what is retained for a session; return how many blocks that were (0: none, or the engine lacks retention).
         Requests of it that are in the engine retain nothing any more, later ones do."""
+
+    async def load_weights(self, folder: str) -> PreparedWeights:
+        """Load other weights of the same model beside the present ones. Raises WeightsRefused, ValueError, OSError or
+        MemoryError."""
+
+    def holds_weights(self, weights_hash: str) -> bool:
+        """Return whether requests may ask for these: the present ones, or earlier ones that have not been dropped."""
+
+    async def take_weights(self, prepared: PreparedWeights) -> float:
+        """Compute with these what comes from now on, and change `facts`; return the seconds for which no step could run. Raises
+        WeightsRefused."""
 
     def first_stats(self) -> EngineStats:
         """Return the counts before the first step. Call it before `open`."""

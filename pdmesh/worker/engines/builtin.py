@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,11 +24,12 @@ from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.hardware import MachineLimits, measure_limits
 from pdmesh.engine.interface import NO_STATES, ExpectedBlocks, ReservedBlocks
+from pdmesh.engine.kernels.cpu.model import NativeModel
 from pdmesh.engine.kv_cache.block_events import BlockEvents, StoredBlock
 from pdmesh.engine.kv_cache.block_pool import BlockChanges
 from pdmesh.engine.kv_cache.published_blocks import BlockName, PublishedBlocks
 from pdmesh.engine.loader.builder import Progress
-from pdmesh.engine.loader.loader import load_model
+from pdmesh.engine.loader.loader import LoadedModel, load_model
 from pdmesh.engine.loop import EngineLoop
 from pdmesh.engine.lora.folder import load_adapter
 from pdmesh.engine.memory import effective_max_context
@@ -38,7 +41,7 @@ from pdmesh.planning.latency_model import USUAL_CONTEXT, Hardware, LatencyModel,
 from pdmesh.planning.roofline import ALL_REDUCE_S
 from pdmesh.text.block_hash import hash_block
 from pdmesh.worker.config import WorkerConfig, bind, bound
-from pdmesh.worker.engines.base import EngineEvents, EngineFacts, Lack, Loaded, shape_of
+from pdmesh.worker.engines.base import EngineEvents, EngineFacts, Lack, Loaded, PreparedWeights, shape_of
 from pdmesh.worker.kv_memory import staged_memory
 
 T = TypeVar("T")
@@ -127,6 +130,27 @@ class BuiltinEngine:
     async def release_retained(self, tenant: str, session: str) -> int:
         return self.calls.now(lambda engine: engine.release_retained(tenant, session))
 
+    async def load_weights(self, folder: str) -> NewWeights:
+        present = self.engine.versions.current.model
+        beside = present if isinstance(present, NativeModel) else None
+        config = replace(self.engine.config, model=folder)
+        return NewWeights(folder, await asyncio.to_thread(load_model, config, beside=beside))
+
+    def holds_weights(self, weights_hash: str) -> bool:
+        return weights_hash in self.engine.versions
+
+    async def take_weights(self, prepared: PreparedWeights) -> float:
+        assert isinstance(prepared, NewWeights)
+
+        def take(engine: Engine) -> float:
+            began = time.monotonic()
+            engine.update_weights(prepared.loaded, prepared.folder)
+            return time.monotonic() - began
+
+        pause_s = await self.calls.call(take)
+        self.facts = facts_of(self.engine)
+        return pause_s
+
     def first_stats(self) -> EngineStats:
         return self.engine.stats()
 
@@ -159,6 +183,18 @@ class BuiltinEngine:
         if self._staged is not None:
             self._staged.close()
         self.engine.close()
+
+
+@dataclass(frozen=True)
+class NewWeights:
+    """Satisfy `PreparedWeights` with a loaded model."""
+
+    folder: str
+    loaded: LoadedModel
+
+    @property
+    def weights_hash(self) -> str:
+        return self.loaded.weights_hash
 
 
 class BuiltinSharing:

@@ -71,7 +71,7 @@ def running(config: EngineConfig) -> Iterator[Engine]:
 
 
 def pids_of(engine: Engine) -> tuple[int, ...]:
-    model = engine._runner._model
+    model = engine.versions.current.model
     assert isinstance(model, ParallelModel)
     return model.ranks.pids
 

@@ -18,10 +18,11 @@ from pdmesh.engine.loader.builder import open_checkpoint
 from pdmesh.engine.loader.loader import LoadedModel, load_model
 from pdmesh.engine.memory import DoesNotFit, effective_max_context
 from pdmesh.engine.models.config import ModelConfig
-from pdmesh.engine.runner.model_runner import ForwardModel, TokenSampler
+from pdmesh.engine.runner.model_runner import TokenSampler
 from pdmesh.engine.speculation.draft_models.kv import ParallelKV, Room, TargetKV
 from pdmesh.engine.speculation.draft_models.proposer import CATCH_UP_TOKENS, ModelDraft
 from pdmesh.engine.speculation.proposer import Proposer
+from pdmesh.engine.weight_versions import ForwardModel
 
 
 @dataclass(frozen=True)

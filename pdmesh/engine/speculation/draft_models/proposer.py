@@ -28,7 +28,7 @@ from torch import Tensor
 
 from pdmesh.engine.loader import loader
 from pdmesh.engine.request import stops
-from pdmesh.engine.runner.model_runner import ForwardModel, TokenSampler
+from pdmesh.engine.runner.model_runner import TokenSampler
 from pdmesh.engine.sampling.grammar import Bits
 from pdmesh.engine.sampling.sampler import SampleRow
 from pdmesh.engine.scheduler.sequence import Sequence
@@ -36,6 +36,7 @@ from pdmesh.engine.speculation.acceptance_rate import chances
 from pdmesh.engine.speculation.draft import NOTHING, Draft, Verified
 from pdmesh.engine.speculation.draft_models.kv import Chunk, DraftKV, Room, batch_of
 from pdmesh.engine.speculation.proposer import Ask, Proposer
+from pdmesh.engine.weight_versions import ForwardModel
 from pdmesh.sampling_params import SamplingParams
 
 # The drafting of one sequence: what is computed next, what the draws are for, when it ends

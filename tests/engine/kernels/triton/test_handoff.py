@@ -123,7 +123,7 @@ async def test_tokens_equal_one_engine(folder: Path, launched: list[str]) -> Non
     expected = reference(loaded(folder, "torch"), request)[0]
     async with two_workers(folder, "triton") as (prefiller, decoder, router):
         launched.clear()  # what was warmed up
-        assert isinstance(prefiller.engine._runner._model, TritonModel)
+        assert isinstance(prefiller.engine.versions.current.model, TritonModel)
         _, outcome = await router.generate(prefiller, decoder, "r1", request)
         await router.until_finished("r1")
         assert outcome.transport == "tcp"

@@ -15,7 +15,6 @@ from pdmesh.engine.kv_cache.events import LayerReadiness
 from pdmesh.engine.loader.loader import LoadedModel, load_model
 from pdmesh.engine.request import EngineRequest
 from pdmesh.engine.runner.batch import StepBatch
-from pdmesh.engine.runner.model_runner import ForwardModel
 from pdmesh.engine.sampling.sampler import Sampler, SampleRow
 from pdmesh.engine.scheduler.sequence import Sequence
 from pdmesh.engine.speculation.cost_curve import CostCurve
@@ -25,6 +24,7 @@ from pdmesh.engine.speculation.draft_models.loading import Target
 from pdmesh.engine.speculation.draft_models.proposer import ModelDraft
 from pdmesh.engine.speculation.proposer import Ask, Proposer
 from pdmesh.engine.speculation.speculator import Bounds, Speculator
+from pdmesh.engine.weight_versions import ForwardModel
 from pdmesh.sampling_params import SamplingParams
 from tests.engine.paged_loop import Chunk, PagedLoop
 from tests.support.mock_engine import Collector, open_engine

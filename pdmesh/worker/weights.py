@@ -1,0 +1,78 @@
+"""Other weights for a worker that runs: they are loaded beside the present ones, then taken between two steps.
+
+    folder ──► loaded, off the engine's thread ──► taken by the engine ──► identity changed ──► routers told
+
+From the identity follow the roots of block hashes, and which workers may hand KV to each other. It is changed in place, in the
+moment in which the engine has changed: all parts of a worker hold the same message. What was made of the old one and is not
+looked at again is refused before (`depending`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from pdmesh.engine.errors import WeightsRefused
+from pdmesh.engine.request import EngineRequest
+from pdmesh.runtime.errors import FailedPrecondition, InvalidArgument
+from pdmesh.runtime.files import cache_root_of
+from pdmesh.v1 import common_pb2, worker_pb2
+from pdmesh.worker.engines.base import WorkerEngine
+from pdmesh.worker.token_request import ServedModel
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerWeights:
+    """Replace the weights of one worker, one at a time."""
+
+    def __init__(
+        self, engine: WorkerEngine, served: ServedModel, changed: Callable[[], None], depending: tuple[str, ...]
+    ) -> None:
+        """`served` has the identity, the message that all parts of the worker hold; `changed` is called when it has changed;
+        `depending`: what was made of it for good, in words."""
+        self._engine, self._served, self._changed, self._depending = engine, served, changed, depending
+        self._identity = served.identity
+        self._one_at_a_time = asyncio.Lock()
+
+    async def update(self, folder: str) -> worker_pb2.UpdateWeightsResponse:
+        """Serve UpdateWeights. Raises MeshError."""
+        if self._depending:
+            raise FailedPrecondition("folder", f"this worker cannot take other weights while it has {', '.join(self._depending)}")
+        if not await asyncio.to_thread(Path(folder).exists):
+            raise InvalidArgument("folder", f"{folder[:200]!r} does not exist on this worker's machine")
+        async with self._one_at_a_time:
+            began = time.monotonic()
+            try:
+                prepared = await self._engine.load_weights(folder)
+            except WeightsRefused as error:
+                raise FailedPrecondition("folder", str(error)) from error
+            except (ValueError, OSError, MemoryError) as error:
+                raise InvalidArgument("folder", str(error)[:500]) from error
+            is_new = prepared.weights_hash != self._identity.weights_hash
+            try:
+                pause_s = await self._engine.take_weights(prepared) if is_new else 0.0
+            except WeightsRefused as error:
+                raise FailedPrecondition("folder", str(error)) from error
+            self._identity.weights_hash = prepared.weights_hash
+            if is_new:
+                self._changed()
+                text = "weights of %s taken %.2f s after the call, of which no step ran for %.3f s"
+                logger.info(text, folder, time.monotonic() - began, pause_s)
+            return worker_pb2.UpdateWeightsResponse(identity=self._identity, is_new=is_new, pause_s=pause_s)
+
+    def holds(self, weights_hash: str) -> bool:
+        """Return whether requests that began with these weights may go on with them here."""
+        return self._engine.holds_weights(weights_hash)
+
+    def request_for(self, weights_hash: str, wire: common_pb2.TokenRequest, request: EngineRequest) -> EngineRequest:
+        """Return the request as one of these weights: its blocks are theirs."""
+        identity = common_pb2.Identity()
+        identity.CopyFrom(self._identity)
+        identity.weights_hash = weights_hash
+        root = cache_root_of(identity, self._served.layout.kv_dtype, tenant=wire.tenant, cache_salt=wire.cache_salt)
+        return replace(request, weights_hash=weights_hash, cache_root=root)

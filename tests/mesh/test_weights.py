@@ -1,0 +1,106 @@
+"""Other weights for a mesh that serves: every answer is wholly of one version, and no request fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from pdmesh.client.client import AsyncClient
+from pdmesh.errors import MeshError
+from pdmesh.launcher.mesh import LocalMesh
+from pdmesh.launcher.plan import LocalMeshConfig
+from tests.mesh.checks import Footprint, assert_whole
+from tests.support.tiny_models import make_tiny_model
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
+PROMPTS = [f"{number}. The history of the city begins with" for number in range(4)]
+SAMPLED = {"temperature": 0.8, "seed": 11, "max_tokens": 24, "ignore_eos": True}
+NUM_SWAPS = 6
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two sets of weights of one model."""
+    parent = tmp_path_factory.mktemp("weights")
+    return make_tiny_model(parent / "first", seed=1), make_tiny_model(parent / "second", seed=2)
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def mesh(folders: tuple[Path, Path]) -> AsyncIterator[LocalMesh]:
+    """Prefill and decode separated, and a worker with both roles."""
+    config = LocalMeshConfig(
+        model=str(folders[0]), model_name="tiny", num_prefill=1, num_decode=1, num_both=1, port=0, num_threads=1
+    )
+    async with LocalMesh(config) as mesh:
+        footprint = Footprint.of(mesh)
+        yield mesh
+        footprint.grow(mesh)
+    footprint.assert_gone()
+
+
+async def answers(client: AsyncClient, mode: str | None = None) -> list[tuple[int, ...]]:
+    asked = (client.generate(prompt, mode=mode, timeout=60, **SAMPLED) for prompt in PROMPTS)  # type: ignore[arg-type]
+    return [answer.token_ids for answer in await asyncio.gather(*asked)]
+
+
+async def test_every_answer_is_of_one_version(mesh: LocalMesh, folders: tuple[Path, Path]) -> None:
+    async with AsyncClient(mesh.router_addresses) as client:
+        expected = [await answers(client)]
+        await client.update_weights(str(folders[1]), timeout=60)
+        expected.append(await answers(client))
+        assert expected[0] != expected[1]
+        stop, seen = asyncio.Event(), list[tuple[int, tuple[int, ...]]]()
+
+        async def ask(number: int) -> None:
+            place, mode = number % len(PROMPTS), (None, "remote", "local")[number % 3]
+            while not stop.is_set():
+                answer = await client.generate(PROMPTS[place], mode=mode, timeout=60, **SAMPLED)  # type: ignore[arg-type]
+                seen.append((place, answer.token_ids))
+
+        asking = [asyncio.create_task(ask(number)) for number in range(6)]
+        for swap in range(NUM_SWAPS):
+            done = await client.update_weights(str(folders[swap % 2]), timeout=60)
+            assert [worker.error for worker in done.workers] == [""] * 3
+            assert {worker.weights_hash for worker in done.workers} == {done.weights_hash}
+            await asyncio.sleep(0.5)
+        stop.set()
+        await asyncio.gather(*asking)
+        assert len(seen) > 4 * NUM_SWAPS
+        wrong = [(place, tokens) for place, tokens in seen if tokens not in (expected[0][place], expected[1][place])]
+        assert not wrong, f"{len(wrong)} of {len(seen)} answers are of neither version: {wrong[:2]}"
+        assert await answers(client, "remote") == expected[1] == await answers(client, "local")
+    await assert_whole(mesh)
+
+
+async def test_a_long_request_ends_on_the_weights_that_it_began_with(mesh: LocalMesh, folders: tuple[Path, Path]) -> None:
+    async with AsyncClient(mesh.router_addresses) as client:
+        options = {**SAMPLED, "max_tokens": 600}
+        whole = (await client.generate(PROMPTS[0], timeout=60, **options)).token_ids  # type: ignore[arg-type]
+        began = asyncio.create_task(client.generate(PROMPTS[0], timeout=60, **options))  # type: ignore[arg-type]
+        await asyncio.sleep(0.1)
+        await client.update_weights(str(folders[0]), timeout=60)
+        assert (await began).token_ids == whole
+        assert (await client.generate(PROMPTS[0], timeout=60, **options)).token_ids != whole  # type: ignore[arg-type]
+    await assert_whole(mesh)
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda folder: folder / "nowhere", "does not exist"),
+        (lambda folder: make_tiny_model(folder / "other", num_hidden_layers=3), "num_layers"),
+        (lambda folder: folder, "config.json"),
+    ],
+)
+async def test_what_cannot_be_taken_is_refused(mesh: LocalMesh, tmp_path: Path, make: object, named: str) -> None:
+    assert callable(make)
+    async with AsyncClient(mesh.router_addresses) as client:
+        before = await answers(client)
+        with pytest.raises(MeshError, match=named):
+            await client.update_weights(str(make(tmp_path)), timeout=60)
+        assert await answers(client) == before
+    await assert_whole(mesh)
