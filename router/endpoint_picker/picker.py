@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from pdmesh.runtime.errors import Unavailable
@@ -22,6 +22,7 @@ from router.routing.filters import NoPlacement, Placement, RoutingRequest
 from router.routing.policy import make_policy
 from router.routing.worker_snapshot import Mode, WorkerKey
 
+CachedTokens = Mapping[WorkerKey, int]
 NO_ENDPOINT_DELAY_S = 1.0
 FRESH_S = 0.001
 """A placement is as good so long: forecast and choice of a request that need not wait are one."""
@@ -100,26 +101,27 @@ class Picker:
         placing.fresh()  # refused at once where there is no endpoint: it would wait for nothing
         ticket = await self.flow.enter(_flow_item(asked, placing.forecast))
         try:
-            return self._placed(ticket, asked, placing.fresh())
+            return self._placed(ticket, asked, *placing.fresh())
         except BaseException:
             self.flow.leave(ticket)
             raise
 
-    def _placed(self, ticket: Ticket, asked: Asked, placement: Placement) -> Pick:
+    def _placed(self, ticket: Ticket, asked: Asked, placement: Placement, cached_tokens: CachedTokens) -> Pick:
         first = placement.decode
-        addresses = (first.address, *self._fallbacks(asked, placement))
+        addresses = (first.address, *self._fallbacks(asked, placement, cached_tokens))
         self._policy.placed(first, None)
-        pick = Pick(self, ticket, addresses, self.endpoints.cached_tokens(asked.prompt).get(first.key, 0))
+        pick = Pick(self, ticket, addresses, cached_tokens.get(first.key, 0))
         pick.send(asked.prompt)
         return pick
 
-    def _place(self, asked: Asked) -> Placement:
-        choice = self._choose(asked)
+    def _place(self, asked: Asked) -> tuple[Placement, CachedTokens]:
+        cached_tokens = self.endpoints.cached_tokens(asked.prompt)
+        choice = self._choose(asked, cached_tokens)
         if isinstance(choice, NoPlacement):
             raise Unavailable(self._why_none(asked), retry_delay_s=NO_ENDPOINT_DELAY_S, reason="no_endpoint")
-        return choice
+        return choice, cached_tokens
 
-    def _choose(self, asked: Asked, without: Collection[WorkerKey] = ()) -> Placement | NoPlacement:
+    def _choose(self, asked: Asked, cached_tokens: CachedTokens, without: Collection[WorkerKey] = ()) -> Placement | NoPlacement:
         excluded = frozenset(without)
         if asked.subset is not None:
             excluded |= self.endpoints.others(asked.subset)
@@ -129,7 +131,7 @@ class Picker:
             num_tokens=prompt.num_tokens,
             num_choices=prompt.num_choices,
             max_total_tokens=prompt.num_tokens,
-            cached_tokens=self.endpoints.cached_tokens(prompt),
+            cached_tokens=cached_tokens,
             mode=Mode.LOCAL,
             excluded_decode=excluded,
             expected_tokens=float(prompt.expected_tokens),
@@ -138,14 +140,14 @@ class Picker:
         )
         return self._policy.choose(self.endpoints.fleet, request, time.monotonic())
 
-    def _fallbacks(self, asked: Asked, placement: Placement) -> list[str]:
+    def _fallbacks(self, asked: Asked, placement: Placement, cached_tokens: CachedTokens) -> list[str]:
         """Return the next best endpoints: those that the policy compared, else those that it would choose without the first."""
         first = placement.decode.key
         ranked = sorted(placement.candidates, key=lambda each: each.order)
         found = [each.decode.address for each in ranked if each.decode.key != first][: self._num_fallbacks]
         taken = {first} | {each.decode.key for each in ranked if each.decode.address in found}
         while len(found) < self._num_fallbacks:
-            choice = self._choose(asked, taken)
+            choice = self._choose(asked, cached_tokens, taken)
             if isinstance(choice, NoPlacement):
                 break
             found.append(choice.decode.address)
@@ -163,13 +165,13 @@ class Picker:
 class _Placing:
     """Hold the placement of a request that asks for admission, anew where it is older than FRESH_S."""
 
-    def __init__(self, place: Callable[[Asked], Placement], asked: Asked) -> None:
+    def __init__(self, place: Callable[[Asked], tuple[Placement, CachedTokens]], asked: Asked) -> None:
         self._place, self._asked = place, asked
-        self._placement: Placement | None = None
+        self._placement: tuple[Placement, CachedTokens] | None = None
         self._at = 0.0
 
-    def fresh(self) -> Placement:
-        """Return the placement. Raises what placing raises."""
+    def fresh(self) -> tuple[Placement, CachedTokens]:
+        """Return the placement, and what of the prompt each endpoint has. Raises what placing raises."""
         now = time.monotonic()
         if self._placement is None or now - self._at > FRESH_S:
             self._placement = None
@@ -179,7 +181,7 @@ class _Placing:
     def forecast(self) -> Forecast | None:
         """Return the forecast for it; None while no endpoint can take it, or the speed of that one is not known."""
         try:
-            best = self.fresh().chosen
+            best = self.fresh()[0].chosen
         except Unavailable:
             return None
         if best is None or best.prediction is None or best.decode.latency is None:

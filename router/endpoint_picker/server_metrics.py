@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pdmesh.planning.latency_fit import LatencyFit
@@ -27,9 +28,8 @@ _OLD_NAMES = {  # of vLLM before 0.11
     "vllm:gpu_prefix_cache_hits_total": _HITS,
 }
 _NAMES = (_RUNNING, _WAITING, _USED, _PREFILL_S, _PROMPTS, _PROMPT_TOKENS, _HITS, _GAP_S, _GAPS, *_OLD_NAMES)
-_SAMPLE = re.compile(rf"^({'|'.join(map(re.escape, _NAMES))})(?:\{{[^}}\n]*\}})? (\S+)", re.MULTILINE)
-_CONFIG = re.compile(r"^vllm:cache_config_info\{([^}\n]*)\}", re.MULTILINE)
-_SPEED = re.compile(r'^pdmesh:step_seconds\{[^}\n]*part="(\w+)"[^}\n]*\} (\S+)', re.MULTILINE)
+_SAMPLE = re.compile(r"(?:\{[^}\n]*\})? (\S+)")
+_SPEED = re.compile(r'part="(\w+)"[^}\n]*\} (\S+)')
 _SPEED_PARTS = ("fixed", "prefill_token", "prefill_context", "sequence", "context_token")  # as router/api/http/server_load.py
 _LABEL = re.compile(r'(block_size|num_gpu_blocks)="([0-9]{1,10})"')
 
@@ -58,14 +58,14 @@ def read_metrics(text: str) -> ServerLoad | None:
     """Return what Prometheus' text format says; None where no line is of a model server. Several engines of one server (data
     parallel) add up, but for the share of blocks in use, of which the largest counts."""
     sums, found = defaultdict[str, float](float), False
-    for name, value in _SAMPLE.findall(text):
+    for name, value in _samples(text):
         number = _number(value)
         if number is not None:
             found, name = True, _OLD_NAMES.get(name, name)
             sums[name] = max(sums[name], number) if name == _USED else sums[name] + number
     if not found:
         return None
-    configs = [dict(_LABEL.findall(labels)) for labels in _CONFIG.findall(text)]
+    configs = [dict(_LABEL.findall(labels)) for labels in _lines_of(text, "vllm:cache_config_info{")]
     sizes = [int(each["block_size"]) for each in configs if int(each.get("block_size", 0)) > 0]
     return ServerLoad(
         num_running=round(sums[_RUNNING]),
@@ -85,13 +85,37 @@ def read_metrics(text: str) -> ServerLoad | None:
 
 def _speed_of(text: str) -> LatencyModel | None:
     """Return a latency model that the server gives; None where it gives none, or one that no prediction can use."""
-    parts = {part: _number(value) for part, value in _SPEED.findall(text)}
+    found = [sample for line in _lines_of(text, "pdmesh:step_seconds{") if (sample := _SPEED.search(line)) is not None]
+    parts = {sample[1]: _number(sample[2]) for sample in found}
     known = [each for part in _SPEED_PARTS if (each := parts.get(part)) is not None]
     if len(known) < len(_SPEED_PARTS):
         return None
     fixed_s, token_s, context_s, row_s, row_context_s = known
     model = LatencyModel(fixed_s, token_s, context_s, row_s, row_context_s)
     return model if is_usable(model) else None
+
+
+def _samples(text: str) -> Iterator[tuple[str, str]]:
+    """Yield names and values of the samples that count. A page has hundreds of others: to look for each name is ten times faster
+    than to match every line."""
+    for name in _NAMES:
+        for rest in _lines_of(text, name):
+            sample = _SAMPLE.match(rest)
+            if sample is not None:  # else a longer name, which begins the same
+                yield name, sample[1]
+
+
+def _lines_of(text: str, beginning: str) -> Iterator[str]:
+    """Yield what follows `beginning` in the lines that begin with it."""
+    at = 0 if text.startswith(beginning) else text.find(f"\n{beginning}") + 1
+    while at or text.startswith(beginning):
+        end = text.find("\n", at)
+        yield text[at + len(beginning) : end if end >= 0 else len(text)]
+        if end < 0:
+            return
+        at = text.find(f"\n{beginning}", end) + 1
+        if not at:
+            return
 
 
 def _number(text: str) -> float | None:
