@@ -141,7 +141,7 @@ fuzz: $(ATHERIS) kernels  ## coverage-guided: what reads requests, KV frames, Re
 test-vllm: $(READY) $(VLLM_READY) model  ## the contract of engines, and what only vLLM has, on a real vLLM
 	$(BIN)/python -m tests.vllm.run $(VLLM_VENV)/bin/python
 
-test-k8s: $(READY) model kernels  ## the manifests and the autoscaler on a real API server, built once into the cache (not part of `make test`)
+test-k8s: $(READY) $(HELM) model kernels  ## chart, manifests and autoscaler on a real API server, built once into the cache (not part of `make test`)
 	$(BIN)/python -m tests.cluster.manifests --cache $${XDG_CACHE_HOME:-$$HOME/.cache}/pdmesh/manifests
 	$(BIN)/python -m tests.cluster.build
 	$(BIN)/python -m pytest tests/cluster

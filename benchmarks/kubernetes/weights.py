@@ -77,7 +77,7 @@ async def figures(options: Options) -> list[Figure]:
     """Two workers with one core each; the same prompts again and again."""
     folders = (options.model, await asyncio.to_thread(noisy, options.folder, options.model))
     config = LocalMeshConfig(
-        model=str(options.model), model_name=MODEL, num_both=2, port=0, bind_cpus=True, worker_args=("--kv-memory-mb", "512")
+        model=str(options.model), model_name=MODEL, num_both=2, port=0, num_threads=1, worker_args=("--kv-memory-mb", "512")
     )
     num_swaps = int(options.pick(NUM_SWAPS, 4))
     async with LocalMesh(config, on_event=say) as mesh, AsyncClient(mesh.router_addresses) as client:
