@@ -71,7 +71,7 @@ def _joined(documents: list[str]) -> str:
 
 def contents(helm: str) -> dict[Path, str]:
     """What each file is to hold."""
-    with_gateway = rendered(helm, "gateway.enabled=true")
+    with_gateway = rendered(helm, "gateway.enabled=true", "autoscaler.scaling=watch")
     documents = rendered(helm) | {template: with_gateway[template] for template in _GATEWAY}
     return {ROOT / "k8s" / name: HEADER + _cleaned(documents[template]) for name, template in FILES.items()}
 

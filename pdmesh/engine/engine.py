@@ -33,6 +33,7 @@ from pdmesh.engine.hardware import cost_of
 from pdmesh.engine.interface import ReservedBlocks
 from pdmesh.engine.kernels.cpu.library import default_threads
 from pdmesh.engine.kernels.cpu.model import NativeModel
+from pdmesh.engine.kernels.cpu.sampling import NativeSampler
 from pdmesh.engine.kv_cache.block_manager import BlockManager, HashBlock
 from pdmesh.engine.kv_cache.block_pool import BlockChanges, BlockLog, BlockPool, num_blocks_for
 from pdmesh.engine.kv_cache.events import KVEvents, LayerReadiness
@@ -265,17 +266,18 @@ class Engine:
             return self.adapters.unload(name)
 
     def update_weights(self, loaded: LoadedModel, model: str) -> None:
-        """Compute what comes from now on with other weights of the same model, between two steps; requests that are here end on
-        theirs. `model`: the folder that they come from. Raises WeightsRefused."""
+        """Compute what comes with other weights, of the folder `model`, between two steps; what is here ends on its own. Raises
+        WeightsRefused."""
         drafts = set(names_for(self.config, loaded)) - {"prompt_lookup"} if self.speculator else ()
-        is_split, is_adapted = self._parallel is not None, bool(self.adapters.loaded)
-        check_new_weights(self._loaded, loaded, has_ranks=is_split, has_adapters=is_adapted, has_drafts=bool(drafts))
-        norm = final_norm(loaded.model)
+        check_new_weights(self._loaded, loaded, has_ranks=self._parallel is not None, has_drafts=bool(drafts))
+        self._final_norm = norm = final_norm(loaded.model)
         pooler = None if norm is None else Pooler(norm, loaded.config.hidden_size)
         with self._lock:
             self.versions.update(WeightVersion(loaded.weights_hash, loaded.model, pooler), self._clock())
             self._runner.forget_input()
             self._loaded, self.weights_hash = loaded, loaded.weights_hash
+            if isinstance(self.sampler, NativeSampler):
+                self.sampler.owner = loaded.model  # it computes with the same threads: the first model need not stay for it
             self.config = replace(self.config, model=model)
 
     def held_blocks(self, request_id: str) -> tuple[int, ...]:

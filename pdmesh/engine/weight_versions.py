@@ -102,15 +102,17 @@ class Loaded(Protocol):
     def config(self) -> ModelConfig: ...
     @property
     def runs_ahead(self) -> bool: ...
+    @property
+    def adapter_slots(self) -> object | None: ...
 
 
-def check_new_weights(present: Loaded, new: Loaded, *, has_ranks: bool, has_adapters: bool, has_drafts: bool) -> None:
+def check_new_weights(present: Loaded, new: Loaded, *, has_ranks: bool, has_drafts: bool) -> None:
     """Raise WeightsRefused unless `new` may take the place of `present`: the same model in shape, computed in the same formats,
     and nothing in the engine that is made of the present weights."""
     depending = {
         "a GPU, whose graphs hold them": present.runs_ahead,
         "several ranks": has_ranks,
-        "LoRA adapters": has_adapters,
+        "places for LoRA adapters": present.adapter_slots is not None,
         "drafts of a model": has_drafts,
     }
     if any(depending.values()):

@@ -68,21 +68,21 @@ async def serve(life: Lifecycle, config: WorkerConfig, *, prog: str = "worker") 
     try:
         description = await worker.start()
         return_freed_memory()
-        gateway = await _open_gateway(config, worker.info().worker_id, description.address)
-        await _announced(life, config, worker, description.address, gateway)
+        gateway = await _open_gateway(config, description.address)
+        left_s = await _announced(life, config, worker, description.address, gateway)
         if life.error is None:
-            await worker.drain(config.drain_grace_s)
+            await worker.drain(left_s)
     finally:
         if gateway is not None:
-            await gateway.stop()
+            await gateway.stop(at_once=True)
         await worker.stop()
 
 
-async def _open_gateway(config: WorkerConfig, worker_id: str, address: str) -> HttpGateway | None:
+async def _open_gateway(config: WorkerConfig, address: str) -> HttpGateway | None:
     """Return the worker's own HTTP, which serves; None where none is wanted."""
     if config.http_port is None:
         return None
-    gateway = HttpGateway(config, worker_id, address)
+    gateway = HttpGateway(config, address)
     try:
         await gateway.start()
     except BaseException:
@@ -93,9 +93,10 @@ async def _open_gateway(config: WorkerConfig, worker_id: str, address: str) -> H
 
 async def _announced(
     life: Lifecycle, config: WorkerConfig, worker: Worker, address: str, gateway: HttpGateway | None = None
-) -> None:
+) -> float:
     """Register the worker and report it ready until the process is to stop; withdraw the registration before the worker
-    drains. Requests over the worker's own HTTP end first, as those that wait there have to begin yet."""
+    drains; return what is left of its time for that. Requests over the worker's own HTTP end first, as those that wait there
+    have to begin yet."""
     registry, announcer = _registration(config, worker)
     if announcer is not None:
         announcer.start()
@@ -104,12 +105,16 @@ async def _announced(
     urls = {"metrics_url": worker.metrics.url, "http_url": gateway.url if gateway is not None else ""}
     life.ready(address, worker_id=worker.info().worker_id, epoch=f"{worker.epoch:016x}", **urls)
     await life.wait_for_stop()
-    if gateway is not None and life.error is None:
-        await gateway.stop()
-    worker.gate.draining = True
+    stopping_at = time.monotonic()
+    if gateway is None:
+        worker.gate.draining = True
     if registry is not None and announcer is not None:
         await announcer.stop()
         await registry.stop()
+    if gateway is not None:
+        await gateway.stop(at_once=life.error is not None)
+        worker.gate.draining = True
+    return max(0.0, config.drain_grace_s - (time.monotonic() - stopping_at))
 
 
 def _registration(config: WorkerConfig, worker: Worker) -> tuple[Registry, Announcer] | tuple[None, None]:
@@ -211,7 +216,7 @@ async def _load_engine(life: Lifecycle, config: WorkerConfig) -> WorkerEngine:
 class HttpGateway:
     """Run the router of one worker, from `start` to `stop`."""
 
-    def __init__(self, config: WorkerConfig, worker_id: str, address: str) -> None:
+    def __init__(self, config: WorkerConfig, address: str) -> None:
         """Raises ConfigError where the model's folder has no tokenizer."""
         from router.config import RouterConfig  # a worker without HTTP needs none of a router's libraries
         from router.main import Router
@@ -223,7 +228,6 @@ class HttpGateway:
             http_host=config.host,
             models=(f"{config.served_name}={config.http_tokenizer or config.engine.model}",),
             workers=(address,),
-            router_id=f"{worker_id}-http",
             max_inflight=max(256, 2 * config.engine.max_num_seqs),
             rebalance="off",
             hedge_share=0.0,
@@ -252,13 +256,15 @@ class HttpGateway:
         await self._router.start()
         return self.url
 
-    async def stop(self) -> None:
+    async def stop(self, *, at_once: bool = False) -> None:
         """Take requests for `http_linger_s` still, while /health and /metrics say 503, so that gateways have noticed; then let
-        those under way finish, and end. Idempotent."""
+        those under way finish, and end. `at_once`: nothing is waited for, since the engine has failed. Idempotent."""
         if self._is_stopped:
             return
         self._is_stopped = True
-        if self._router.frontend.is_ready:
+        if at_once:
+            self._router.config = replace(self._router.config, drain_grace_s=0.0)
+        elif self._router.frontend.is_ready:
             self._router.frontend.is_leaving = True
             await asyncio.sleep(self._linger_s)
         await self._router.stop()

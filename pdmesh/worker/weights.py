@@ -45,6 +45,10 @@ class WorkerWeights:
             raise FailedPrecondition("folder", f"this worker cannot take other weights while it has {', '.join(self._depending)}")
         if not await asyncio.to_thread(Path(folder).exists):
             raise InvalidArgument("folder", f"{folder[:200]!r} does not exist on this worker's machine")
+        # In a task of its own: a caller that leaves ends neither a load, beside which the next would begin, nor the change.
+        return await asyncio.shield(asyncio.create_task(self._update(folder), name="weights"))
+
+    async def _update(self, folder: str) -> worker_pb2.UpdateWeightsResponse:
         async with self._one_at_a_time:
             began = time.monotonic()
             try:

@@ -57,7 +57,9 @@ class PickerConfig:
     max_requests: int = field(default=16_384, metadata={"help": "HTTP requests under way at the same time; more are refused"})
     max_inflight: int = field(default=4096, metadata={"help": "requests at endpoints at the same time; more wait"})
     max_queued: int = field(default=1024, metadata={"help": "requests that wait; more get 429"})
-    max_queued_bytes: int = field(default=256 << 20, metadata={"help": "bytes of bodies that wait; more get 429"})
+    max_queued_bytes: int = field(
+        default=64 << 20, metadata={"help": "bytes of bodies that arrive or wait, of all requests together; more get 429"}
+    )
     hold_timeout_s: float = field(
         default=5.0, metadata={"help": "how long predictions may hold requests back while nothing moves"}
     )

@@ -107,6 +107,8 @@ class Endpoints:
             endpoint.load, endpoint.read_at = load, began
             endpoint.ended = [each for each in endpoint.ended if each.at > began]
             endpoint.speed.observe(load, now)
+        else:
+            endpoint.load, endpoint.read_at, endpoint.ended = ServerLoad(), 0.0, []
         self._renew(endpoint)
 
     def failed(self, address: str) -> bool:

@@ -60,23 +60,46 @@ def refused_by(error: MeshError) -> RefusedRequest:
     return RefusedRequest(status, error.reason or "", error.message, error.retry_delay_s)
 
 
+class HeldBytes:
+    """Count the bytes of bodies that a picker holds, at most `most`."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.num_bytes = most, 0
+
+    def take(self, num_bytes: int) -> bool:
+        """Count some more; False, and nothing counted, where they are too many."""
+        if self.num_bytes + num_bytes > self.most:
+            return False
+        self.num_bytes += num_bytes
+        return True
+
+    def give_back(self, num_bytes: int) -> None:
+        """Count some less."""
+        self.num_bytes -= num_bytes
+
+
 class Exchange:
     """Follow one HTTP request. `end` has to be called when its stream is over."""
 
-    def __init__(self, config: PickerConfig, priorities: Mapping[str, int], pick_for: PickFor) -> None:
+    def __init__(self, config: PickerConfig, priorities: Mapping[str, int], pick_for: PickFor, held: HeldBytes) -> None:
         self._config, self._priorities, self._pick_for = config, priorities, pick_for
         self._mode = _Mode.FULL_DUPLEX_STREAMED
         self._response_mode = _Mode.NONE
         self._headers: dict[str, str] = {}
         self._subset: frozenset[str] | None = None
         self._body: list[bytes] = []
-        self._num_bytes = 0
+        self._num_bytes, self._held = 0, held
         self.pick: Pick | None = None
 
     def end(self) -> None:
         """Give the place back. Idempotent."""
+        self._give_back()
         if self.pick is not None:
             self.pick.end()
+
+    def _give_back(self) -> None:
+        self._held.give_back(self._num_bytes)
+        self._num_bytes = 0
 
     async def answers(self, message: pb.ProcessingRequest) -> Sequence[pb.ProcessingResponse]:
         """Return the answers to one message; none while the body is awaited. Raises RefusedRequest, and what `pick_for`
@@ -114,10 +137,14 @@ class Exchange:
     async def _on_body(self, body: pb.HttpBody) -> Sequence[pb.ProcessingResponse]:
         if self.pick is not None:  # the endpoint is known already: nothing is looked at any more
             return [self._same_request(body.body, is_end=body.end_of_stream)]
-        self._num_bytes += len(body.body)
-        if self._num_bytes > self._config.max_body_bytes:
+        num_bytes = len(body.body)
+        if self._num_bytes + num_bytes > self._config.max_body_bytes:
             text = f"the body has more than {self._config.max_body_bytes} bytes (max_body_bytes)"
             raise RefusedRequest(413, "body_too_large", text)
+        if not self._held.take(num_bytes):
+            text = f"the bodies that arrive or wait have {self._held.most} bytes together (max_queued_bytes); retry later"
+            raise RefusedRequest(429, "bodies", text, 1.0)
+        self._num_bytes += num_bytes
         self._body.append(body.body)
         if body.end_of_stream or self._mode in _BUFFERED:
             return await self._on_end_of_body()
@@ -129,6 +156,7 @@ class Exchange:
         body = b"".join(self._body)
         self._body = []
         self.pick = await self._pick_for(self._asked(body, has_body=True))
+        self._give_back()
         if self._mode in _BUFFERED:
             return [_with_endpoint(pb.ProcessingResponse(request_body=pb.BodyResponse()), self.pick)]
         headers = _with_endpoint(pb.ProcessingResponse(request_headers=pb.HeadersResponse()), self.pick)
@@ -287,12 +315,13 @@ class ExternalProcessor(pb_grpc.ExternalProcessorServicer):
     def __init__(self, config: PickerConfig, picker: Picker, instruments: Metrics = OFF) -> None:
         self._config, self._picker, self._metrics = config, picker, instruments
         self._priorities: Mapping[str, int] = config.priorities()
+        self._held = HeldBytes(config.max_queued_bytes)
 
     async def Process(
         self, request_iterator: _MaybeAsyncIterator[pb.ProcessingRequest], context: _ServicerContext
     ) -> AsyncIterator[pb.ProcessingResponse]:
         """Answer one HTTP request's messages until its stream ends. A request that is refused gets its response from here."""
-        exchange = Exchange(self._config, self._priorities, self._pick)
+        exchange = Exchange(self._config, self._priorities, self._pick, self._held)
         try:
             async for message in request_iterator:
                 for answer in await exchange.answers(message):

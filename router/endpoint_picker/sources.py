@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any
 
-from pdmesh.runtime.addresses import join_address
+from pdmesh.runtime.addresses import join_address, split_address
 from pdmesh.runtime.config import ConfigError
 from router.endpoint_picker.endpoints import Endpoints
 from router.endpoint_picker.server_metrics import read_metrics
@@ -71,26 +71,29 @@ class MetricsReader:
             async with asyncio.timeout(self._timeout_s):
                 status, body = await get(address, self._path)
         except (OSError, TimeoutError, ValueError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
-            if self._endpoints.failed(address):
-                logger.warning(
-                    "%s gets no requests any more: its metrics cannot be had (%s)", address, error or type(error).__name__
-                )
-                self._changed()
+            self._note_failure(address, str(error) or type(error).__name__)
             return
         if status == 503:
             self._endpoints.left(address)
             self._changed()
             return
+        if status not in (200, 404):
+            self._note_failure(address, f"HTTP {status}")
+            return
         load = read_metrics(body.decode("utf-8", "replace")) if status == 200 else None
         self._endpoints.read(address, load, began, time.monotonic())
         self._changed()
+
+    def _note_failure(self, address: str, why: str) -> None:
+        if self._endpoints.failed(address):
+            logger.warning("%s gets no requests any more: its metrics cannot be had (%s)", address, why)
+            self._changed()
 
 
 async def get(address: str, path: str) -> tuple[int, bytes]:
     """Return status and body of a GET on a connection of its own. Raises OSError, IncompleteReadError, LimitOverrunError, and
     ValueError for what is not HTTP/1 or too large."""
-    host, _, port = address.rpartition(":")
-    reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), limit=1 << 16)
+    reader, writer = await asyncio.open_connection(*split_address(address), limit=1 << 16)
     try:
         writer.write(f"GET {path} HTTP/1.1\r\nhost: {address}\r\naccept: text/plain\r\nconnection: close\r\n\r\n".encode())
         head = (await reader.readuntil(b"\r\n\r\n")).lower()

@@ -31,7 +31,8 @@ class FleetWeights:
             raise FailedPrecondition("folder", remedy)
         if not folder or len(folder) > MAX_FOLDER_CHARS:
             raise InvalidArgument("folder", f"has {len(folder)} characters; give a folder as the workers see it")
-        workers = [each for each in self._fleet.workers.values() if each.current and each.current.info.identity.model == model]
+        known = [each for each in self._fleet.workers.values() if each.last and each.last.info.identity.model == model]
+        workers = [each for each in known if each.current is not None]
         if not workers:
             raise Unavailable(f"no worker of {model!r} is reachable")
         results = await asyncio.gather(*(self._update(worker, folder) for worker in workers))
@@ -39,6 +40,7 @@ class FleetWeights:
         if len(errors) == len(results):
             raise errors[0]
         told = [message for message, _ in results]
+        told += [_unreachable(each) for each in known if each.current is None]
         hashes = Counter(message.weights_hash for message in told if not message.error)
         return mesh_pb2.MeshUpdateWeightsResponse(weights_hash=hashes.most_common(1)[0][0], workers=told)
 
@@ -52,4 +54,13 @@ class FleetWeights:
             told.error = error.message
             return told, error
         told.weights_hash, told.pause_s = done.identity.weights_hash, done.pause_s
+        current = worker.current
+        if current is not None and current.info.identity.weights_hash != told.weights_hash:
+            current.replaced_weights(told.weights_hash)  # a request that comes from now on is not to wait for its next report
+            worker.renew()
         return told, None
+
+
+def _unreachable(worker: Worker) -> mesh_pb2.WorkerWeights:
+    worker_id = "" if worker.last is None else worker.last.info.worker_id
+    return mesh_pb2.WorkerWeights(worker_id=worker_id, error="not reachable: it has the weights that it had, if it comes back")

@@ -267,6 +267,11 @@ class Worker:
             self._foreign = young
             self._view_changed()
 
+    def renew(self) -> None:
+        """Make the view anew: what the worker is has changed, not what it reports."""
+        self._view_changed()
+        self._on_change()
+
     def released(self, sent: Dispatched, now: float) -> None:
         """Count that what was sent has ended, at `now` (monotonic seconds), while a heartbeat may still contain it."""
         self.dispatched(sent.ended(now))

@@ -94,7 +94,8 @@ class PrefixFollower:
     def look(self) -> None:
         """Start to follow new workers, and remove those that are lost."""
         alive = alive_workers(self._fleet)
-        if alive.keys() == self._followed.keys():
+        replaced = [key for key in alive.keys() & self._followed.keys() if self._has_other_weights(key, alive[key])]
+        if alive.keys() == self._followed.keys() and not replaced:
             return
         for key in self._followed.keys() - alive.keys():
             self._forget(self._followed.pop(key))
@@ -105,6 +106,15 @@ class PrefixFollower:
                 self._list(self._followed[key])
         self._index.set_workers(each.info for each in self._followed.values())
         self._tell_followed()
+
+    def _has_other_weights(self, key: WorkerKey, worker: Worker) -> bool:
+        """Return whether a worker computes with other weights than before, and take its new description: the blocks of its
+        prompts have other names from now on."""
+        current, followed = worker.current, self._followed[key]
+        if current is None or current.info is followed.info or current.info.identity == followed.info.identity:
+            return False
+        followed.info = current.info
+        return True
 
     def take(self, entries: Iterable[Entry]) -> None:
         """Apply the entries that follow in order; any other entry makes its worker be listed."""

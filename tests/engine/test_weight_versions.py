@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -163,6 +165,24 @@ def test_a_version_without_requests_is_dropped_after_a_while(versions: Versions)
         engine.add(request("too late", 0, old))
     with pytest.raises(UnknownWeights):
         engine.add(request("of nowhere", 0, "f" * 64))
+
+
+def test_the_first_version_is_freed(versions: Versions) -> None:
+    clock, loaded = Clock(), versions.load(versions.old)
+    engine = Engine(versions.config(versions.old), hash_block=hash_block, loaded=loaded, clock=clock)
+    first = weakref.ref(loaded.model)
+    engine.add(request("a", 0, engine.weights_hash))
+    engine.step()
+    engine.update_weights(versions.load(versions.new, loaded), str(versions.new))
+    del loaded
+    run_to_end(engine)
+    assert first() is not None, "its request needed it"
+    clock.now_s += GRACE_S + 1
+    engine.step()
+    gc.collect()
+    assert first() is None
+    engine.add(request("b", 0, engine.weights_hash))
+    assert run_to_end(engine).answer("b").token_ids == versions.answers(versions.new)[0]
 
 
 def test_another_model_is_refused_by_name(versions: Versions, tmp_path: Path) -> None:

@@ -76,6 +76,18 @@ async def test_every_answer_is_of_one_version(mesh: LocalMesh, folders: tuple[Pa
     await assert_whole(mesh)
 
 
+async def test_prefixes_are_found_under_the_new_weights(mesh: LocalMesh, folders: tuple[Path, Path]) -> None:
+    prompt = "A long and winding story, which is told again and again. " * 12
+    async with AsyncClient(mesh.router_addresses) as client:
+        await client.update_weights(str(folders[0]), timeout=60)
+        await client.update_weights(str(folders[1]), timeout=60)
+        first = await client.generate(prompt, timeout=60, **SAMPLED)  # type: ignore[arg-type]
+        for _ in range(4):
+            again = await client.generate(prompt, timeout=60, **SAMPLED)  # type: ignore[arg-type]
+            assert again.token_ids == first.token_ids
+            assert again.usage.cached_tokens > 600, "the router sends it to the worker that has it"
+
+
 async def test_a_long_request_ends_on_the_weights_that_it_began_with(mesh: LocalMesh, folders: tuple[Path, Path]) -> None:
     async with AsyncClient(mesh.router_addresses) as client:
         options = {**SAMPLED, "max_tokens": 600}

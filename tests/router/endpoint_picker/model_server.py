@@ -19,6 +19,7 @@ class ModelServer:
     bodies: list[bytes] = field(default_factory=list)
     num_readings: int = 0
     is_leaving: bool = False
+    status: str = "200 OK"
     is_silent: bool = False
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -39,7 +40,7 @@ class ModelServer:
             await asyncio.sleep(3600)
         if head.startswith("GET"):
             self.num_readings += 1
-            status, answer = ("404 Not Found", b"") if self.metrics is None else ("200 OK", self.metrics.encode())
+            status, answer = ("404 Not Found", b"") if self.metrics is None else (self.status, self.metrics.encode())
             status = "503 Service Unavailable" if self.is_leaving else status
         else:
             self.bodies.append(body)

@@ -11,9 +11,10 @@ from pdmesh.runtime.errors import ResourceExhausted, Unavailable
 from pdmesh.third_party.envoy import ext_proc_pb2 as pb
 from router.endpoint_picker.config import PickerConfig
 from router.endpoint_picker.picker import Asked
-from router.endpoint_picker.service import MAX_CHUNK, Exchange, RefusedRequest, refusal, refused_by
+from router.endpoint_picker.service import MAX_CHUNK, Exchange, HeldBytes, RefusedRequest, refusal, refused_by
 
 CONFIG = PickerConfig(endpoints=("10.0.0.1:80",), max_body_bytes=1 << 20)
+HELD = HeldBytes(3 << 20)
 Mode = pb.ProtocolConfiguration
 BODY = json.dumps({"model": "m", "prompt": "once upon a time " * 100}).encode()
 
@@ -47,7 +48,7 @@ class Picking:
 
 
 def exchange_of(picking: Picking, priorities: dict[str, int] | None = None) -> Exchange:
-    return Exchange(CONFIG, priorities or {}, picking)  # type: ignore[arg-type]
+    return Exchange(CONFIG, priorities or {}, picking, HELD)  # type: ignore[arg-type]
 
 
 def headers(mode: int | None = Mode.FULL_DUPLEX_STREAMED, *, end: bool = False, **extra: str) -> pb.ProcessingRequest:
@@ -181,6 +182,23 @@ async def test_a_subset_may_be_one_text_and_may_be_empty() -> None:
         first.metadata_context.filter_metadata["envoy.lb.subset_hint"].update({"x-gateway-destination-endpoint-subset": value})
         await exchange_of(picking).answers(first)
         assert picking.asked[0].subset == frozenset(expected)
+
+
+async def test_bodies_that_never_end_have_a_bound_together() -> None:
+    exchanges = [exchange_of(Picking()) for _ in range(5)]
+    refused = 0
+    for exchange in exchanges:
+        await exchange.answers(headers())
+        try:
+            await exchange.answers(body(b"x" * 1_000_000, end=False))
+        except RefusedRequest as error:
+            assert (error.status, error.code) == (429, "bodies")
+            refused += 1
+    assert refused == 2
+    for exchange in exchanges:
+        exchange.end()
+        exchange.end()
+    assert HELD.num_bytes == 0
 
 
 async def test_a_body_that_is_too_large_is_refused() -> None:

@@ -110,6 +110,10 @@ async def test_an_endpoint_that_hangs_or_leaves_is_left_out_and_comes_back() -> 
         await eventually(lambda: picker.endpoints.num_ready == 1)
         servers[0].is_silent = False
         await eventually(lambda: picker.endpoints.num_ready == 2)
+        servers[1].status = "500 Internal Server Error"
+        await eventually(lambda: picker.endpoints.num_ready == 1)
+        servers[1].status = "200 OK"
+        await eventually(lambda: picker.endpoints.num_ready == 2)
         servers[1].is_leaving = True
         await eventually(lambda: picker.endpoints.num_ready == 1)
         servers[1].is_leaving = False

@@ -142,7 +142,7 @@ class NativeSampler:
         _declare(library)
         if library.pdmesh_sample_row_bytes() != ROW.itemsize:
             raise RuntimeError(f"{library._name} is not of this version (PdmeshSampleRow differs); build the kernels anew")
-        self._library, self._owner = library, owner
+        self._library, self.owner = library, owner
         self._team: int = library.pdmesh_team_create(num_threads, spin_us) if team is None else team
         if not self._team:
             raise MemoryError(f"num_threads: the system refuses {num_threads} threads; give fewer")
