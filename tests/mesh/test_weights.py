@@ -90,6 +90,7 @@ async def test_prefixes_are_found_under_the_new_weights(mesh: LocalMesh, folders
 
 async def test_a_long_request_ends_on_the_weights_that_it_began_with(mesh: LocalMesh, folders: tuple[Path, Path]) -> None:
     async with AsyncClient(mesh.router_addresses) as client:
+        await client.update_weights(str(folders[1]), timeout=60)
         options = {**SAMPLED, "max_tokens": 600}
         whole = (await client.generate(PROMPTS[0], timeout=60, **options)).token_ids  # type: ignore[arg-type]
         began = asyncio.create_task(client.generate(PROMPTS[0], timeout=60, **options))  # type: ignore[arg-type]
