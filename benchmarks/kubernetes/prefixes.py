@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from benchmarks.harness import MODEL, PLAIN_FLAGS, Figure, Options, running, say
 from benchmarks.router.meshes import load_of, window
-from benchmarks.router.placement import ANSWER_TOKENS, NUM_BLOCKS, NUM_PROMPTS, PROMPT_TOKENS, TURNS, conversations
+from benchmarks.router.placement import ANSWER_TOKENS, NUM_BLOCKS, NUM_PROMPTS, PROMPT_TOKENS, TURNS, conversations, each
 from pdmesh.loadtest.record import ObjectiveBook, Objectives, Record
 from pdmesh.loadtest.stats import Latency
 from pdmesh.loadtest.targets.openai import OpenAiSettings, OpenAiTarget
@@ -82,14 +82,5 @@ def _figures_of(records: dict[str, list[Record]]) -> list[Figure]:
         f"{NUM_WORKERS} workers behind one Envoy"
     )
     ratio = ttft[OURS].p50 / ttft[THEIRS].p50
-    listed = [Figure(f"{what}: TTFT p50, {OURS} over {THEIRS}", ratio, "times", "lower", GOAL, peer=f"Envoy, {THEIRS}")]
-    for name, latency in ttft.items():
-        cached = sum(record.cached_tokens for record in records[name])
-        share = cached / max(1, sum(record.input_tokens for record in records[name]))
-        listed += [
-            Figure(f"{what}: {name}: TTFT p50", latency.p50, "ms", "lower"),
-            Figure(f"{what}: {name}: TTFT p99", latency.p99, "ms", "lower"),
-            Figure(f"{what}: {name}: prompt tokens from caches", share, "share", "higher"),
-            Figure(f"{what}: {name}: turns", latency.num_values, "turns", "higher"),
-        ]
-    return listed
+    first = Figure(f"{what}: TTFT p50, {OURS} over {THEIRS}", ratio, "times", "lower", GOAL, peer=f"Envoy, {THEIRS}")
+    return [first, *each(what, records)]

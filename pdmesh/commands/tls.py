@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from pdmesh.launcher.certificates import CertificateError, make_certificates
+from pdmesh.runtime.rpc.certificates import CertificateError, make_certificates
 from pdmesh.runtime.rpc.tls import MESH_NAME, TlsConfig
 
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,61}[A-Za-z0-9])?")

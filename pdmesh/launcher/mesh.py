@@ -25,7 +25,6 @@ from rich.table import Table
 
 from pdmesh.client.client import AsyncClient
 from pdmesh.errors import MeshError
-from pdmesh.launcher.certificates import CertificateError, make_certificates
 from pdmesh.launcher.core_table import SharedFile
 from pdmesh.launcher.local_state import Target
 from pdmesh.launcher.member import Member, OnEvent, start_all
@@ -44,6 +43,7 @@ from pdmesh.launcher.sidecars import RedisMember, Traces, require_free, require_
 from pdmesh.platform.capabilities import AFFINITY
 from pdmesh.platform.fallbacks import cores_to_share, usable_cores
 from pdmesh.runtime.child import StartFailed
+from pdmesh.runtime.rpc.certificates import CertificateError, make_certificates
 from pdmesh.runtime.rpc.mesh_secret import MeshSecretConfig, write_secret
 from pdmesh.runtime.rpc.tls import TlsConfig
 from pdmesh.terminal import table

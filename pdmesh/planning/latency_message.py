@@ -1,9 +1,20 @@
-"""The latency model on the wire: what workers report, and what routers and autoscalers make of it."""
+"""The latency model on the wire: what workers report, what routers and autoscalers make of it, and its names in the metrics that
+gateways read."""
 
 from __future__ import annotations
 
 from pdmesh.planning.latency_model import LatencyModel
 from pdmesh.v1 import worker_pb2
+
+STEP_METRIC = "pdmesh:step_seconds"
+STEP_PARTS = {
+    "fixed": "fixed_s",
+    "prefill_token": "per_prefill_token_s",
+    "prefill_context": "per_prefill_context_s",
+    "sequence": "per_sequence_s",
+    "context_token": "per_context_token_s",
+}
+"""The metric's label `part`, and the field of LatencyModel that it is the name of, in the order of these."""
 
 
 def latency_message(model: LatencyModel) -> worker_pb2.LatencyModel:

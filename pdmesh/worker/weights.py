@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 from pdmesh.engine.errors import WeightsRefused
 from pdmesh.engine.request import EngineRequest
@@ -23,6 +23,8 @@ from pdmesh.runtime.files import cache_root_of
 from pdmesh.v1 import common_pb2, worker_pb2
 from pdmesh.worker.engines.base import WorkerEngine
 from pdmesh.worker.token_request import ServedModel
+
+MAX_FOLDER_CHARS = 4096
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +45,9 @@ class WorkerWeights:
         """Serve UpdateWeights. Raises MeshError."""
         if self._depending:
             raise FailedPrecondition("folder", f"this worker cannot take other weights while it has {', '.join(self._depending)}")
-        if not await asyncio.to_thread(Path(folder).exists):
+        if not folder or len(folder) > MAX_FOLDER_CHARS:
+            raise InvalidArgument("folder", f"has {len(folder)} characters; give a folder or a .gguf file as this worker sees it")
+        if not await asyncio.to_thread(os.path.exists, folder):  # False also for a text that can be no path
             raise InvalidArgument("folder", f"{folder[:200]!r} does not exist on this worker's machine")
         # In a task of its own: a caller that leaves ends neither a load, beside which the next would begin, nor the change.
         return await asyncio.shield(asyncio.create_task(self._update(folder), name="weights"))

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from datetime import UTC, datetime, timedelta
 
 import grpc
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-from cryptography.x509.oid import NameOID
 
 from pdmesh.runtime import config as runtime_config
 from pdmesh.runtime import log, process
 from pdmesh.runtime.addresses import join_address
 from pdmesh.runtime.errors import Unavailable
+from pdmesh.runtime.rpc.certificates import make_self_signed
 from pdmesh.runtime.rpc.server import ConnectionLimits, GrpcServer
 from pdmesh.runtime.rpc.tls import open_tls
 from pdmesh.runtime.telemetry.config import resource_of
@@ -29,27 +24,17 @@ from router.endpoint_picker.service import SERVICE, ExternalProcessor, PickerRea
 from router.endpoint_picker.sources import MetricsReader, PoolApi, PoolFollower
 from router.main import spare_collector
 
-# A certificate that the picker makes itself at its start: gateways encrypt the way to it, and most verify nothing.
-
 NAME = "pdmesh-endpoint-picker"
 DAYS = 3650
 
 
 class SelfSigned:
-    """Satisfy `ServerTls` with a new key, which no other process has."""
+    """Satisfy `ServerTls` with a certificate made at start: gateways encrypt the way to a picker, and most verify nothing."""
 
     name = NAME
 
     def __init__(self) -> None:
-        key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
-        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, NAME)])
-        builder = x509.CertificateBuilder(
-            subject, subject, key.public_key(), x509.random_serial_number(), now - timedelta(days=1), now + timedelta(days=DAYS)
-        )
-        names = x509.SubjectAlternativeName([x509.DNSName(NAME), x509.DNSName("localhost")])
-        certificate = builder.add_extension(names, critical=False).sign(key, hashes.SHA256())
-        self.certificate = certificate.public_bytes(Encoding.PEM)
-        self._key = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        self.certificate, self._key = make_self_signed(NAME, days=DAYS)
 
     def server_credentials(self, *, require_client: bool) -> grpc.ServerCredentials:
         """Return the credentials of a listening port; it has no CA by which clients could be told apart."""

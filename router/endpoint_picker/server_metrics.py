@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pdmesh.planning.latency_fit import LatencyFit
+from pdmesh.planning.latency_message import STEP_METRIC, STEP_PARTS
 from pdmesh.planning.latency_model import LatencyModel, Work
 from router.routing.cost_model import NEUTRAL
 from router.routing.fleet_snapshot import is_usable
@@ -30,7 +31,6 @@ _OLD_NAMES = {  # of vLLM before 0.11
 _NAMES = (_RUNNING, _WAITING, _USED, _PREFILL_S, _PROMPTS, _PROMPT_TOKENS, _HITS, _GAP_S, _GAPS, *_OLD_NAMES)
 _SAMPLE = re.compile(r"(?:\{[^}\n]*\})? (\S+)")
 _SPEED = re.compile(r'part="(\w+)"[^}\n]*\} (\S+)')
-_SPEED_PARTS = ("fixed", "prefill_token", "prefill_context", "sequence", "context_token")  # as router/api/http/server_load.py
 _LABEL = re.compile(r'(block_size|num_gpu_blocks)="([0-9]{1,10})"')
 
 
@@ -85,10 +85,10 @@ def read_metrics(text: str) -> ServerLoad | None:
 
 def _speed_of(text: str) -> LatencyModel | None:
     """Return a latency model that the server gives; None where it gives none, or one that no prediction can use."""
-    found = [sample for line in _lines_of(text, "pdmesh:step_seconds{") if (sample := _SPEED.search(line)) is not None]
+    found = [sample for line in _lines_of(text, f"{STEP_METRIC}{{") if (sample := _SPEED.search(line)) is not None]
     parts = {sample[1]: _number(sample[2]) for sample in found}
-    known = [each for part in _SPEED_PARTS if (each := parts.get(part)) is not None]
-    if len(known) < len(_SPEED_PARTS):
+    known = [each for part in STEP_PARTS if (each := parts.get(part)) is not None]
+    if len(known) < len(STEP_PARTS):
         return None
     fixed_s, token_s, context_s, row_s, row_context_s = known
     model = LatencyModel(fixed_s, token_s, context_s, row_s, row_context_s)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+import h11
 
 from pdmesh.runtime.addresses import join_address, split_address
 from pdmesh.runtime.config import ConfigError
@@ -70,7 +71,7 @@ class MetricsReader:
         try:
             async with asyncio.timeout(self._timeout_s):
                 status, body = await get(address, self._path)
-        except (OSError, TimeoutError, ValueError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
+        except (OSError, TimeoutError, ValueError, h11.RemoteProtocolError) as error:
             self._note_failure(address, str(error) or type(error).__name__)
             return
         if status == 503:
@@ -91,43 +92,32 @@ class MetricsReader:
 
 
 async def get(address: str, path: str) -> tuple[int, bytes]:
-    """Return status and body of a GET on a connection of its own. Raises OSError, IncompleteReadError, LimitOverrunError, and
-    ValueError for what is not HTTP/1 or too large."""
-    reader, writer = await asyncio.open_connection(*split_address(address), limit=1 << 16)
+    """Return status and body of a GET on a new connection. Raises OSError, RemoteProtocolError of h11 for what is not
+    HTTP/1 or ends early, ValueError for what is too large."""
+    reader, writer = await asyncio.open_connection(*split_address(address))
     try:
-        writer.write(f"GET {path} HTTP/1.1\r\nhost: {address}\r\naccept: text/plain\r\nconnection: close\r\n\r\n".encode())
-        head = (await reader.readuntil(b"\r\n\r\n")).lower()
-        first = head.split(b"\r\n", 1)[0].split(b" ", 2)
-        if len(first) < 2 or not first[0].startswith(b"http/1.") or not first[1].isdigit():
-            raise ValueError("the answer is not HTTP/1")
-        body = bytearray()
-        async for part in _parts(reader, head):
-            body += part
+        http = h11.Connection(h11.CLIENT)
+        headers = {"host": address, "accept": "text/plain", "connection": "close"}
+        writer.write(http.send(h11.Request(method="GET", target=path, headers=list(headers.items()))))
+        http.send(h11.EndOfMessage())
+        status, body = 0, bytearray()
+        while not isinstance(event := http.next_event(), h11.EndOfMessage):
+            if event is h11.NEED_DATA:
+                http.receive_data(await reader.read(1 << 16))
+            elif isinstance(event, h11.Response):
+                status = event.status_code
+            elif isinstance(event, h11.Data):
+                body += event.data
             if len(body) > MAX_ANSWER_BYTES:
                 raise ValueError(f"the answer has more than {MAX_ANSWER_BYTES} bytes")
-        return int(first[1]), bytes(body)
+        return status, bytes(body)
     finally:
         writer.close()
 
 
-async def _parts(reader: asyncio.StreamReader, head: bytes) -> AsyncIterator[bytes]:
-    """Yield a body, which ends with its last chunk, else after its length, else with its connection."""
-    if re.search(rb"\r\ntransfer-encoding:[^\r]*chunked", head) is None:
-        length = re.search(rb"\r\ncontent-length: *([0-9]{1,12}) *\r", head)
-        left = int(length[1]) if length is not None else MAX_ANSWER_BYTES + 1
-        while left > 0 and (part := await reader.read(min(left, 1 << 16))):
-            left -= len(part)
-            yield part
-        return
-    while size := int((await reader.readuntil(b"\r\n")).split(b";")[0], 16):
-        if size > MAX_ANSWER_BYTES:
-            raise ValueError(f"a chunk has {size} bytes")
-        yield (await reader.readexactly(size + 2))[:-2]
-
-
 # The endpoints of an InferencePool: ready pods that its selector finds, each with the pool's ports.
 
-GROUP, VERSIONS, PLURAL = "inference.networking.k8s.io", ("v1",), "inferencepools"
+GROUP, VERSION, PLURAL = "inference.networking.k8s.io", "v1", "inferencepools"
 TIMEOUT_S = 5.0
 
 
@@ -154,7 +144,7 @@ class PoolApi:
         """Return the addresses of the pool's ready pods. Raises ApiException and what urllib3 raises, ValueError for a pool that
         cannot be read."""
         pool = self._pools.get_namespaced_custom_object(
-            GROUP, VERSIONS[0], self._namespace, PLURAL, self._name, _request_timeout=TIMEOUT_S
+            GROUP, VERSION, self._namespace, PLURAL, self._name, _request_timeout=TIMEOUT_S
         )
         selector, ports = selector_of(pool), ports_of(pool)
         pods = self._core.list_namespaced_pod(

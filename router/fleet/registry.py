@@ -66,6 +66,7 @@ class FleetRegistry:
         self.arrivals = ChangeNotifier()  # fires when a worker has come, or come back
         self.openings = ChangeNotifier()  # fires when there may be room: as `changes`, and whenever a request has ended
         self.on_dispatch: Callable[[], None] | None = None  # called whenever something was sent to a worker
+        self.on_weights: Callable[[], None] | None = None  # called whenever a worker has other weights
         self._settings = settings
         self._channels = channels
         self._report_period_ms = report_period_ms
@@ -217,6 +218,7 @@ class FleetRegistry:
             on_view=lambda: self._outdated.add(address),
             on_dispatch=self._was_dispatched,
             on_up=self._is_up,
+            on_weights=self._has_weights,
             on_suspect=lambda: self._suspected(worker),
         )
         self._workers[address] = worker
@@ -235,6 +237,10 @@ class FleetRegistry:
         else:
             self._suspects.discard(worker.address)
             self.openings.fire()
+
+    def _has_weights(self) -> None:
+        if self.on_weights is not None:
+            self.on_weights()
 
     def _was_dispatched(self) -> None:
         if self.on_dispatch is not None:

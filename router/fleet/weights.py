@@ -54,10 +54,7 @@ class FleetWeights:
             told.error = error.message
             return told, error
         told.weights_hash, told.pause_s = done.identity.weights_hash, done.pause_s
-        current = worker.current
-        if current is not None and current.info.identity.weights_hash != told.weights_hash:
-            current.replaced_weights(told.weights_hash)  # a request that comes from now on is not to wait for its next report
-            worker.renew()
+        worker.has_weights(told.weights_hash)  # a request that comes from now on is not to wait for its next report
         return told, None
 
 

@@ -164,6 +164,7 @@ class Worker:
         on_view: Callable[[], None],
         on_dispatch: Callable[[], None] = _nothing,
         on_up: Callable[[Incarnation], None] = _nothing,
+        on_weights: Callable[[], None] = _nothing,
         on_suspect: Callable[[], None] = _nothing,
     ) -> None:
         self.address = address
@@ -191,6 +192,7 @@ class Worker:
         self._on_view = on_view
         self._on_dispatch = on_dispatch
         self._on_up = on_up
+        self._on_weights = on_weights
         self._on_suspect = on_suspect
         timeout_s = settings.stream_timeout_s
         self._tick_s = tick_s_of(timeout_s)
@@ -267,10 +269,14 @@ class Worker:
             self._foreign = young
             self._view_changed()
 
-    def renew(self) -> None:
-        """Make the view anew: what the worker is has changed, not what it reports."""
-        self._view_changed()
-        self._on_change()
+    def has_weights(self, weights_hash: str) -> None:
+        """Take over which weights the worker computes new requests with."""
+        current = self.current
+        if current is not None and weights_hash not in ("", current.info.identity.weights_hash):
+            current.replaced_weights(weights_hash)
+            self._view_changed()
+            self._on_weights()
+            self._on_change()
 
     def released(self, sent: Dispatched, now: float) -> None:
         """Count that what was sent has ended, at `now` (monotonic seconds), while a heartbeat may still contain it."""
@@ -451,8 +457,7 @@ class Worker:
         current = self.current
         if current is None or load.epoch != current.info.epoch:
             return
-        if load.weights_hash and load.weights_hash != current.info.identity.weights_hash:
-            current.replaced_weights(load.weights_hash)
+        self.has_weights(load.weights_hash)
         now = time.monotonic()
         if now - current.reported_at > LATE_PERIODS * self._report_period_ms / 1000:
             current.late_at = now

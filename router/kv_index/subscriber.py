@@ -76,6 +76,7 @@ class PrefixFollower:
 
     def start(self) -> None:
         """Start the tasks, and return at once."""
+        self._fleet.on_weights = self.look  # at once: what is asked now is looked up, and noted, by the names of its blocks
         looking = look_forever(self._fleet, self.look, logger, "workers to follow")
         self._tasks.append(asyncio.create_task(looking, name="workers of the prefix index"))
         if self._stream is not None:

@@ -17,9 +17,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from pdmesh.client import AsyncClient
-from pdmesh.launcher.certificates import make_certificates
 from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.launcher.plan import LocalMeshConfig
+from pdmesh.runtime.rpc.certificates import make_certificates
 from tests.clients.control import controlled, ready
 from tests.clients.languages import LANGUAGES, Command, Language, Question
 from tests.mesh.checks import Footprint, assert_whole

@@ -24,8 +24,8 @@ from typing import Any, Self
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from pdmesh.launcher.certificates import make_ca, sign
 from pdmesh.platform import parent_death
+from pdmesh.runtime.rpc.certificates import make_ca, sign
 from tests.cluster import network
 
 URL = f"https://{network.GATEWAY}:{network.API_PORT}"

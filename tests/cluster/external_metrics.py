@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pdmesh.launcher.certificates import make_ca, sign
+from pdmesh.runtime.rpc.certificates import make_ca, sign
 from tests.cluster.autoscaling import NAME, tuned
 from tests.cluster.cluster import NAMESPACE, Cluster
 

@@ -15,7 +15,7 @@ from pdmesh.autoscaler.kubernetes.platform import KubernetesPlatform
 from pdmesh.autoscaler.kubernetes.settings import KubernetesSettings
 from pdmesh.autoscaler.policy.pool_plan import STUCK_STARTS
 from pdmesh.autoscaler.views import PoolDecision, PoolName
-from pdmesh.launcher.certificates import make_certificates
+from pdmesh.runtime.rpc.certificates import make_certificates
 from pdmesh.runtime.rpc.tls import TlsConfig
 from pdmesh.worker.config import WorkerConfig
 from tests.autoscaler.kubernetes.api_server import ApiServer, api_server

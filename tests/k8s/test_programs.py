@@ -15,9 +15,9 @@ from pdmesh.autoscaler.config import AutoscalerConfig
 from pdmesh.commands import loadtest
 from pdmesh.engine.kernels.cpu import build
 from pdmesh.engine.loader import hash
-from pdmesh.launcher.certificates import make_certificates
 from pdmesh.planning import objectives
 from pdmesh.runtime.config import FILE_SUFFIX, ConfigError
+from pdmesh.runtime.rpc.certificates import make_certificates
 from pdmesh.runtime.rpc.tls import TlsConfig
 from pdmesh.v1 import decode_pb2, mesh_pb2, prefill_pb2
 from pdmesh.worker.config import DecodeConfig, PrefillConfig, WorkerConfig

@@ -24,8 +24,8 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from google.protobuf.wrappers_pb2 import StringValue
 
-from pdmesh.launcher.certificates import CertificateError, make_certificates
 from pdmesh.runtime.config import ConfigError, parse, to_env
+from pdmesh.runtime.rpc.certificates import CertificateError, make_certificates
 from pdmesh.runtime.rpc.channel import Channels, connect
 from pdmesh.runtime.rpc.server import Callers, GrpcServer
 from pdmesh.runtime.rpc.tls import ClientTlsConfig, Tls, TlsConfig, open_tls

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from pdmesh.launcher.certificates import make_ca, make_certificates, sign
+from pdmesh.runtime.rpc.certificates import make_ca, make_certificates, sign
 from pdmesh.runtime.rpc.mesh_secret import MeshSecret, MeshSecretConfig, write_secret
 from pdmesh.runtime.rpc.tls import MESH_NAME, Tls, TlsConfig
 

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from pdmesh.planning.latency_message import STEP_METRIC, STEP_PARTS
 from router.api.frontend import Frontend
 from router.api.http.body import HttpSettings
 from router.api.http.openapi import Endpoint
@@ -23,9 +24,6 @@ from router.context import RouterContext
 from router.routing.worker_snapshot import WorkerSnapshot
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-SPEED = "pdmesh:step_seconds"
-SPEED_PARTS = ("fixed", "prefill_token", "prefill_context", "sequence", "context_token")
-"""What a step's time is made of, in the order of LatencyModel (pdmesh/planning/latency_model.py)."""
 Sample = tuple[str, str, float]
 
 
@@ -65,11 +63,8 @@ def _speed(workers: Sequence[WorkerSnapshot], label: str) -> Iterator[Sample]:
     model = workers[0].latency if len(workers) == 1 else None
     if model is None:
         return
-    prompts_s = (model.per_prefill_token_s, model.per_prefill_context_s)
-    for part, seconds in zip(
-        SPEED_PARTS, (model.fixed_s, *prompts_s, model.per_sequence_s, model.per_context_token_s), strict=True
-    ):
-        yield SPEED, f'{label},part="{part}"', seconds
+    for part, name in STEP_PARTS.items():
+        yield STEP_METRIC, f'{label},part="{part}"', getattr(model, name)
 
 
 def _lines(found: Iterable[Sample]) -> Iterator[str]:

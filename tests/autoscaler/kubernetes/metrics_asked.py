@@ -15,7 +15,7 @@ from pdmesh.autoscaler.kubernetes import metrics_server
 from pdmesh.autoscaler.kubernetes.metrics_server import MetricsServer
 from pdmesh.autoscaler.kubernetes.settings import KubernetesSettings, MetricsSettings
 from pdmesh.autoscaler.views import Decision, PoolDecision, PoolName
-from pdmesh.launcher.certificates import make_certificates
+from pdmesh.runtime.rpc.certificates import make_certificates
 from tests.autoscaler.kubernetes.api_server import ApiServer
 
 BASE = "/apis/external.metrics.k8s.io/v1beta1"

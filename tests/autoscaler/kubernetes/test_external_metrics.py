@@ -14,8 +14,8 @@ from pdmesh.autoscaler.kubernetes.external_metrics import Wanted
 from pdmesh.autoscaler.kubernetes.metrics_server import MetricsServer
 from pdmesh.autoscaler.kubernetes.settings import KubernetesSettings, MetricsSettings
 from pdmesh.autoscaler.views import Decision
-from pdmesh.launcher.certificates import make_certificates
 from pdmesh.runtime.config import ConfigError
+from pdmesh.runtime.rpc.certificates import make_certificates
 from tests.autoscaler.kubernetes.api_server import ApiServer
 from tests.autoscaler.kubernetes.metrics_asked import BASE, DECISION, METRIC, Asked, answered_soon
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pdmesh.autoscaler.kubernetes import metrics_server
-from pdmesh.launcher.certificates import make_certificates
+from pdmesh.runtime.rpc.certificates import make_certificates
 from tests.autoscaler.kubernetes.api_server import ApiServer
 from tests.autoscaler.kubernetes.metrics_asked import BASE, DECISION, METRIC, Asked, answered_soon
 from tests.support.waiting import eventually

@@ -1,13 +1,16 @@
-"""Pods of an InferencePool, and what becomes of endpoints when the API server says nothing."""
+"""Pods of an InferencePool, what becomes of endpoints when the API server says nothing, and how their metrics are read."""
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import h11
 import pytest
 
-from router.endpoint_picker.sources import PoolFollower, is_ready, ports_of, selector_of
+from router.endpoint_picker import sources
+from router.endpoint_picker.sources import PoolFollower, get, is_ready, ports_of, selector_of
 from tests.support.waiting import eventually
 
 POOL = {
@@ -68,3 +71,51 @@ async def test_an_api_server_that_fails_changes_nothing() -> None:
     await eventually(lambda: asked >= 6)
     await follower.stop()
     assert found == [["10.0.0.1:80", "10.0.0.2:80"], ["10.0.0.1:80"]], "told once each, in order"
+
+
+async def answer_of(said: bytes) -> tuple[int, bytes]:
+    """Ask a server that says this, whatever it is asked, and closes."""
+
+    async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(said)
+        writer.close()
+
+    async with await asyncio.start_server(say, "127.0.0.1", 0) as server:
+        return await get(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", "/metrics")
+
+
+@pytest.mark.parametrize(
+    ("said", "answer"),
+    [
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nabc", (200, b"abc")),
+        (b"HTTP/1.0 200 OK\r\n\r\nuntil it closes", (200, b"until it closes")),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3;x=y\r\nabc\r\n2\r\nde\r\n0\r\na: b\r\n\r\n", (200, b"abcde")),
+        (b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 503 Busy\r\nContent-Length: 0\r\n\r\n", (503, b"")),
+    ],
+)
+async def test_metrics_are_read_however_http_frames_them(said: bytes, answer: tuple[int, bytes]) -> None:
+    assert await answer_of(said) == answer
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"",
+        b"SSH-2.0-x\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 30\r\n\r\nabc",
+        b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nno number\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nab",
+        b"HTTP/1.1 200 OK\r\n" + b"a: " + b"b" * (1 << 18),
+    ],
+)
+async def test_what_is_no_whole_answer_is_an_error(said: bytes) -> None:
+    with pytest.raises(h11.RemoteProtocolError):
+        await answer_of(said)
+
+
+async def test_an_answer_without_end_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "MAX_ANSWER_BYTES", 1000)
+    with pytest.raises(ValueError, match="more than 1000 bytes"):
+        await answer_of(b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 1001)

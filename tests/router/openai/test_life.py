@@ -17,9 +17,9 @@ import httpx2
 import openai
 import pytest
 
-from pdmesh.launcher.certificates import make_certificates
 from pdmesh.platform.capabilities import USER_TIMEOUT
 from pdmesh.runtime.config import ConfigError
+from pdmesh.runtime.rpc.certificates import make_certificates
 from pdmesh.runtime.rpc.tls import TlsConfig
 from router.api.http import connection
 from router.api.http.server import HttpServer

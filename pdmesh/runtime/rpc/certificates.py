@@ -1,4 +1,4 @@
-"""Makes a CA and one certificate for all of a mesh.
+"""Makes a CA and one certificate for all of a mesh; or a server's own, which nobody verifies.
 
 The CA's key signs once and is not stored: it will never sign anything else, so every holder of one of its certificates belongs to
 this mesh. For a CA that continues to sign, use cert-manager or your own.
@@ -61,6 +61,13 @@ def sign(ca: Path, stem: Path, *, name: str, more: Sequence[str] = (), days: int
     return _signed(_read(ca), name, more, days).write(stem)
 
 
+def make_self_signed(name: str, *, days: int) -> tuple[bytes, bytes]:
+    """Return certificate and private key of a server, in PEM, for clients that encrypt and do not verify. Raises
+    CertificateError."""
+    names = x509.SubjectAlternativeName([x509.DNSName(name), x509.DNSName("localhost")])
+    return _issue(name, days, ((names, False),)).in_pem()
+
+
 @dataclass(frozen=True)
 class _Pair:
     """Hold a certificate and its private key."""
@@ -68,11 +75,15 @@ class _Pair:
     cert: x509.Certificate
     key: ec.EllipticCurvePrivateKey
 
+    def in_pem(self) -> tuple[bytes, bytes]:
+        key = self.key.private_bytes(Encoding.PEM, PrivateFormat.TraditionalOpenSSL, NoEncryption())
+        return self.cert.public_bytes(Encoding.PEM), key
+
     def write(self, stem: Path) -> tuple[Path, Path]:
-        cert, key = stem.with_suffix(".crt"), stem.with_suffix(".key")
-        _write(cert, self.cert.public_bytes(Encoding.PEM))
-        _write(key, self.key.private_bytes(Encoding.PEM, PrivateFormat.TraditionalOpenSSL, NoEncryption()), private=True)
-        return cert, key
+        paths = stem.with_suffix(".crt"), stem.with_suffix(".key")
+        for path, content, private in zip(paths, self.in_pem(), (False, True), strict=True):
+            _write(path, content, private=private)
+        return paths
 
 
 def _read(stem: Path) -> _Pair:
