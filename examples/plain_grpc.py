@@ -28,6 +28,7 @@ def answer(mesh: mesh_pb2_grpc.MeshStub) -> str:
             for message in mesh.Generate(request(resume), timeout=60):
                 if message.HasField("started"):
                     received.seed = message.started.seed
+                received.system_fingerprint = received.system_fingerprint or message.delta.system_fingerprint
                 text += message.delta.text
                 emitted.token_ids.extend(message.delta.token_ids)
                 emitted.finish_reason = message.delta.finish_reason or emitted.finish_reason

@@ -26,11 +26,12 @@ from pdmesh.v1 import mesh_pb2
 # The history of a stream, and the request that continues it.
 #
 #     request ──► Started ──► Delta … Delta ──✗ router lost
-#                   │ seed       │ token ids
-#                   └────────────┴──► request + Resume(seed, emitted) ──► (Started) ──► Delta … ──► Completed
+#                   │ seed       │ token ids, fingerprint
+#                   └────────────┴──► request + Resume(seed, emitted, fingerprint) ──► (Started) ──► Delta … ──► Completed
 #
-# Tokens are a function of the request and its seed, and text is a function of the tokens, so a second router that receives both
-# continues exactly where the first stopped. The checks here guarantee it to the caller: each index once, in order.
+# Tokens are a function of the request, its seed, and the weights and formats that the fingerprint names; text is a function of
+# the tokens. So a second router that receives all of them continues exactly where the first stopped. The checks here guarantee it
+# to the caller: each index once, in order.
 
 
 _MAX_REQUEST_ID = 64
@@ -45,6 +46,7 @@ class StreamSession:
         self._started: Started | None = None
         self._emitted: dict[int, list[int]] = {}
         self._finished: dict[int, FinishReason] = {}
+        self._system_fingerprint = ""
         self._num_losses = 0
         self._num_legs = 0
         self.completed = False
@@ -70,6 +72,7 @@ class StreamSession:
             request.options.request_id = self._next_request_id()
         if self._started is not None:
             request.resume.seed = self._started.seed
+            request.resume.system_fingerprint = self._system_fingerprint
             request.resume.emitted.extend(
                 emitted_choice(index, ids, self._finished.get(index)) for index, ids in sorted(self._emitted.items())
             )
@@ -109,6 +112,7 @@ class StreamSession:
         if delta.token_ids and not self._is_next(delta, emitted):
             return None
         emitted.extend(delta.token_ids)
+        self._system_fingerprint = self._system_fingerprint or delta.system_fingerprint
         if delta.finish_reason is not None:
             self._finished[delta.choice] = delta.finish_reason
         return delta

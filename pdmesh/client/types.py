@@ -226,7 +226,8 @@ class Delta:
 
     Of chats: `reasoning` and `tool_calls`, which are no part of the text; `warning`: the model wrote something like a call that
     is none, and it is in the text. `prompt_logprobs`: of the prompt's tokens, where they were asked for (that of the first is
-    NaN); the first delta of one choice has them."""
+    NaN); the first delta of one choice has them. `system_fingerprint` of the weights and formats that the tokens are computed
+    with: the first delta with tokens has it, where the workers say which weights they have."""
 
     choice: int
     first_index: int
@@ -239,6 +240,7 @@ class Delta:
     tool_calls: tuple[ToolCallDelta, ...] = ()
     warning: str = ""
     prompt_logprobs: tuple[Logprobs, ...] = ()
+    system_fingerprint: str = ""
 
 
 @dataclass(frozen=True)

@@ -332,6 +332,7 @@ def _delta(delta: mesh_pb2.Delta) -> Delta:
         tool_calls=tuple(ToolCallDelta(piece.index, piece.id, piece.name, piece.arguments) for piece in delta.tool_calls),
         warning=delta.warning,
         prompt_logprobs=tuple(_logprobs(entry) for entry in delta.prompt_logprobs),
+        system_fingerprint=delta.system_fingerprint,
     )
 
 

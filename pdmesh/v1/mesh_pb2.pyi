@@ -555,8 +555,13 @@ class Resume(_message.Message):
 
     SEED_FIELD_NUMBER: _builtins.int
     EMITTED_FIELD_NUMBER: _builtins.int
+    SYSTEM_FINGERPRINT_FIELD_NUMBER: _builtins.int
     seed: _builtins.int
     """seed that `Started` named."""
+    system_fingerprint: _builtins.str
+    """system_fingerprint that a delta named: the rest is computed by workers of the same, or the request ends with UNAVAILABLE. Empty:
+    by any workers of the model.
+    """
     @_builtins.property
     def emitted(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.EmittedChoice]:
         """emitted tokens by choice; a choice without tokens may be missing."""
@@ -566,10 +571,11 @@ class Resume(_message.Message):
         *,
         seed: _builtins.int = ...,
         emitted: _abc.Iterable[_common_pb2.EmittedChoice] | None = ...,
+        system_fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["emitted", b"emitted", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["emitted", b"emitted", "seed", b"seed", "system_fingerprint", b"system_fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -668,6 +674,7 @@ class Delta(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     NUM_REASONING_TOKENS_FIELD_NUMBER: _builtins.int
     PARTS_FIELD_NUMBER: _builtins.int
+    SYSTEM_FINGERPRINT_FIELD_NUMBER: _builtins.int
     choice: _builtins.int
     """choice index, from 0."""
     first_index: _builtins.int
@@ -686,6 +693,11 @@ class Delta(_message.Message):
     """num_reasoning_tokens that are counted with this message: tokens of this choice, up to the last of token_ids, any of whose text
     is reasoning or a mark around it. One whose text is held back counts once it is clear what that is, so this may count tokens of
     earlier messages, and be more than token_ids. All of a choice add up to its share of Usage.reasoning_tokens.
+    """
+    system_fingerprint: _builtins.str
+    """system_fingerprint of what computes the tokens: weights, their numbers' format and that of KV. With the first delta of a stream
+    that has tokens, of whatever choice; a client that resumes says it again. Empty in all others, and where the workers do not say
+    which weights they have.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -727,10 +739,11 @@ class Delta(_message.Message):
         prompt_logprobs: _abc.Iterable[_common_pb2.Logprobs] | None = ...,
         num_reasoning_tokens: _builtins.int = ...,
         parts: _abc.Iterable[Global___DeltaPart] | None = ...,
+        system_fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "finish_reason", b"finish_reason", "first_index", b"first_index", "logprobs", b"logprobs", "num_reasoning_tokens", b"num_reasoning_tokens", "parts", b"parts", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "stop_reason", b"stop_reason", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "warning", b"warning"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "finish_reason", b"finish_reason", "first_index", b"first_index", "logprobs", b"logprobs", "num_reasoning_tokens", b"num_reasoning_tokens", "parts", b"parts", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "stop_reason", b"stop_reason", "system_fingerprint", b"system_fingerprint", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "warning", b"warning"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -159,12 +159,17 @@ def mode_of(options: mesh_pb2.RequestOptions) -> Mode | None:
     return _MODES[options.mode]
 
 
+MAX_FINGERPRINT_CHARS = 64
+
+
 def check_resume(
     resume: mesh_pb2.Resume, sampling: common_pb2.SamplingParams, vocab_size: int
 ) -> tuple[common_pb2.EmittedChoice, ...]:
     """Return the history of a resumed stream, one entry for each choice in order. `sampling` is complete (max_tokens, n)."""
     if sampling.HasField("seed") and sampling.seed != resume.seed:
         refuse("resume.seed", f"{resume.seed} is not the seed of sampling, {sampling.seed}; send the one that `started` named")
+    if len(resume.system_fingerprint) > MAX_FINGERPRINT_CHARS:
+        refuse("resume.system_fingerprint", f"has {len(resume.system_fingerprint)} characters; send the one that a delta named")
     choices = [common_pb2.EmittedChoice(index=index) for index in range(sampling.n)]
     seen: set[int] = set()
     for number, emitted in enumerate(resume.emitted):

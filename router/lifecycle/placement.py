@@ -251,6 +251,7 @@ class ReserveStage:
         worker.dispatched(sent)
         self._core.health_recorder.chosen(choice.decode.key, Role.DECODE)
         self._note_submitting(request)
+        request.system_fingerprint = incarnation.described.system_fingerprint
         try:
             holder = local_holder(self._core, dispatch, session.info, session.wire_id, choice.mode)
             reservation = await session.submit(choice.mode, dispatch.emitted, holder=holder)

@@ -61,6 +61,7 @@ class Request:
         self.is_winding_up = False  # workers have finished every choice; the remaining work ends soon by itself
         self.is_complete = False  # stream: the last message was made
         self.kind: tuple[object, ...] | None = None  # once tokens were sent, workers must be of this kind
+        self.system_fingerprint = ""  # reserve: names the kind of the latest worker to the client
         self.avoid: frozenset[WorkerKey] = frozenset()  # workers that have just lost it
         self.failed_holders: frozenset[WorkerKey] = frozenset()  # reserve, prefill: workers that did not send KV to be fetched
 

@@ -89,6 +89,8 @@ class AdmitStage:
         self._open_requests.admit(request)
         request.trace.admitted(request.prepared)
         request.replayed = _replay(request)
+        if num_emitted(request.prepared):
+            request.kind = _kind_of_resumed(self._core, request.prepared)
         self._note_arrival(request)
         began_ns = now_ns()
         try:
@@ -105,6 +107,18 @@ class AdmitStage:
             is_batch=prepared.priority == common_pb2.PRIORITY_BATCH,
             is_new=prepared.attempt == 0,
         )
+
+
+def _kind_of_resumed(core: RouterContext, prepared: PreparedRequest) -> tuple[object, ...] | None:
+    """Return the kind with which a stream began that its client resumes; None where it does not say. Raises Unavailable: a worker
+    of another kind would go on with another answer, and the right one may come back."""
+    if not prepared.system_fingerprint:
+        return None
+    for worker in core.fleet.workers.values():
+        known = worker.current or worker.last
+        if known is not None and known.described.system_fingerprint == prepared.system_fingerprint:
+            return kind_of(known.info)
+    raise Unavailable("no worker has the weights and formats with which this answer began; resume it later, or ask anew")
 
 
 def _replay(request: Request) -> list[mesh_pb2.GenerateResponse]:
@@ -124,9 +138,12 @@ class StreamStage:
         for message in request.replayed:
             yield message
         output, take, handed = request.output, request.client_stream.take, request.timings.handed
+        is_named = False
         while not output.done:
             for message in await take():
                 delta = message.delta
+                if not is_named and delta.token_ids:
+                    delta.system_fingerprint, is_named = request.system_fingerprint, True
                 handed(delta.choice, len(delta.token_ids))
                 yield message
         if request.dispatching is not None and request.is_winding_up:

@@ -1,5 +1,6 @@
 """Conversion of a worker's messages (WorkerInfo, LoadReport) to the snapshot that the policy reads."""
 
+import hashlib
 from contextlib import suppress
 from functools import lru_cache
 from typing import NamedTuple
@@ -35,6 +36,15 @@ def kind_of(info: worker_pb2.WorkerInfo) -> tuple[object, ...] | None:
     return (identity_of(info.identity), info.layout.kv_dtype)
 
 
+def fingerprint_of(info: worker_pb2.WorkerInfo) -> str:
+    """Return what names the kind to a client, which may resume on another router; empty where there is no kind."""
+    if not info.identity.weights_hash:
+        return ""
+    digest = hashlib.sha256(info.identity.SerializeToString(deterministic=True))
+    digest.update(info.layout.kv_dtype.encode())
+    return f"fp_{digest.hexdigest()[:16]}"
+
+
 class Described(NamedTuple):
     """Hold the constant part of a worker's snapshot: it is read from WorkerInfo once, not with each report."""
 
@@ -59,6 +69,7 @@ class Described(NamedTuple):
     fetch_token_s: float = 0.0
     restore_token_s: float = 0.0
     private_tiers: bool = False
+    system_fingerprint: str = ""
 
 
 class Counted(NamedTuple):
@@ -99,6 +110,7 @@ def describe(info: worker_pb2.WorkerInfo) -> Described:
         fetch_token_s=_token_s(info.fetch_token_s),
         restore_token_s=_token_s(info.restore_token_s),
         private_tiers=info.private_tiers,
+        system_fingerprint=fingerprint_of(info),
     )
 
 

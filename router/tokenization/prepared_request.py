@@ -170,6 +170,7 @@ class PreparedRequest:
     `slo_tpot_ms` are the request's own objectives; 0: those of its model and priority. `attempt`: how often it was sent before.
     `output_format`: how the output of a chat is read; None: all of it is text. `kv_retention_s`: with the router's default filled
     in; 0: its KV is kept no longer than any other. `session_state`: of a request that is open in this router, with a session.
+    `system_fingerprint`: of what has computed `emitted`; empty where the client does not say.
     """
 
     request_id: str
@@ -178,6 +179,7 @@ class PreparedRequest:
     sampling: common_pb2.SamplingParams
     stop: tuple[str, ...]
     emitted: tuple[common_pb2.EmittedChoice, ...] = ()
+    system_fingerprint: str = ""
     tenant: str = ""
     priority: common_pb2.Priority.ValueType = common_pb2.PRIORITY_STANDARD
     cache_salt: str = ""

@@ -353,6 +353,7 @@ class Preprocessor:
             sampling=params,
             stop=tuple(rest.sampling.stop),
             emitted=emitted,
+            system_fingerprint="" if rest.resume is None else rest.resume.system_fingerprint,
             tenant=options.tenant,
             priority=options.priority or common_pb2.PRIORITY_STANDARD,
             cache_salt=scoped_salt(options.tenant, options.cache_salt),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import re
-import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from pdmesh.cli import command_of
 from pdmesh.runtime.config import ENV_PREFIX, options_of
 from pdmesh.runtime.rpc.mesh_secret import read_secrets
 from router.auth.api_keys import read_key_file
+from tests.k8s.charts import CHART, SAME, helm, templated
 from tests.k8s.kustomize import (
     CLUSTER_KINDS,
     FOLDER,
@@ -31,38 +31,14 @@ from tests.k8s.kustomize import (
 from tests.k8s.tools import HELM
 from tools.kustomizations import contents
 
-CHART = FOLDER / "chart"
-# Which values make which kustomization: of the chart's examples, after its defaults.
-SAME = {
-    "overlays/cpu": (),
-    "overlays/gpu": ("gpu",),
-    "overlays/gpu-image": ("gpu", "gpu-image"),
-    "overlays/gpu-vllm": ("gpu", "gpu-vllm"),
-    "overlays/tls": ("tls",),
-    "overlays/tracing": ("tracing",),
-    "examples/hpa": ("hpa",),
-    "examples/keda": ("keda",),
-    "examples/gateway": ("gateway",),
-}
 # What has a name of its own, whatever the release's.
 NAMED = r"pdmesh-(dashboard-.*|prometheus-rules|grafana-provisioning)|v1beta1\.external\.metrics\.k8s\.io"
 pytestmark = pytest.mark.skipif(HELM is None, reason="helm is not installed: make .venv/bin/helm, or https://helm.sh")
 
 
-def helm(*arguments: str) -> str:
-    """What helm prints. Raises RuntimeError with what it says of an error."""
-    done = subprocess.run([str(HELM), *arguments], capture_output=True, text=True, timeout=60)
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    return done.stdout
-
-
 def chart(*examples: str, values: tuple[str, ...] = (), release: str = "pdmesh", version: str = "1.34.0") -> list[Manifest]:
     """The objects of a release in the namespace pdmesh."""
-    files = [part for name in examples for part in ("-f", str(CHART / f"examples/{name}.yaml"))]
-    sets = [part for value in ("secrets.create=false", *values) for part in ("--set", value)]
-    printed = helm("template", release, str(CHART), "-n", "pdmesh", "--kube-version", version, *files, *sets)
-    found = parsed(printed)
+    found = parsed(templated(*examples, values=("secrets.create=false", *values), release=release, version=version))
     for manifest in found:
         if manifest["kind"] not in CLUSTER_KINDS:
             manifest["metadata"].setdefault("namespace", "pdmesh")

@@ -14,7 +14,7 @@ from pdmesh.client.client import AsyncClient
 from pdmesh.errors import MeshError
 from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.launcher.plan import LocalMeshConfig
-from pdmesh.v1 import mesh_pb2, mesh_pb2_grpc
+from pdmesh.v1 import common_pb2, mesh_pb2, mesh_pb2_grpc
 from tests.mesh.checks import Footprint, assert_whole
 from tests.support.tiny_models import make_tiny_model
 
@@ -108,6 +108,42 @@ async def test_a_long_request_ends_on_the_weights_that_it_began_with(mesh: Local
         await client.update_weights(str(folders[0]), timeout=60)
         assert (await began).token_ids == whole
         assert (await client.generate(PROMPTS[0], timeout=60, **options)).token_ids != whole  # type: ignore[arg-type]
+    await assert_whole(mesh)
+
+
+async def deltas_of(channel: grpc.aio.Channel, resume: mesh_pb2.Resume | None = None) -> list[mesh_pb2.Delta]:
+    """Of the same request, or of its rest."""
+    sampling = common_pb2.SamplingParams(temperature=0.8, seed=11, max_tokens=24, ignore_eos=True)
+    request = mesh_pb2.GenerateRequest(model="tiny", text=PROMPTS[0], sampling=sampling, resume=resume)
+    return [message.delta async for message in mesh_pb2_grpc.MeshStub(channel).Generate(request) if message.HasField("delta")]
+
+
+def tokens_of(deltas: list[mesh_pb2.Delta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
+
+
+async def test_a_stream_is_resumed_only_with_the_weights_that_it_began_with(mesh: LocalMesh, folders: tuple[Path, Path]) -> None:
+    async with AsyncClient(mesh.router_addresses) as client, grpc.aio.insecure_channel(mesh.router_addresses[0]) as channel:
+        await client.update_weights(str(folders[1]), timeout=60)
+        whole = await deltas_of(channel)
+        [fingerprint] = {delta.system_fingerprint for delta in whole} - {""}
+        assert whole[0].system_fingerprint == fingerprint
+        tokens = tokens_of(whole)
+        emitted = [common_pb2.EmittedChoice(index=0, token_ids=tokens[:9])]
+        resume = mesh_pb2.Resume(seed=11, emitted=emitted, system_fingerprint=fingerprint)
+        assert tokens_of(await deltas_of(channel, resume)) == tokens[9:]
+        await client.update_weights(str(folders[0]), timeout=60)
+        [other] = {delta.system_fingerprint for delta in await deltas_of(channel)} - {""}
+        assert other != fingerprint
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await deltas_of(channel, resume)
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "no worker has the weights" in (refused.value.details() or "")
+        await client.update_weights(str(folders[1]), timeout=60)
+        assert tokens_of(await deltas_of(channel, resume)) == tokens[9:]
+        resume.system_fingerprint = "f" * 65
+        with pytest.raises(grpc.aio.AioRpcError, match=r"resume\.system_fingerprint"):
+            await deltas_of(channel, resume)
     await assert_whole(mesh)
 
 

@@ -17,6 +17,7 @@ from pdmesh.v1.mesh_pb2_grpc import MeshServicer, add_MeshServicer_to_server
 
 NUM_TOKENS = 12
 SEED = 7
+FINGERPRINT = "fp_0123456789abcdef"
 
 
 def token(choice: int, index: int) -> int:
@@ -125,7 +126,9 @@ class FakeMesh(MeshServicer):
                     continue
                 if num_sent == self.script.hang_after:
                     await asyncio.Event().wait()
-                yield mesh_pb2.GenerateResponse(delta=delta(choice, index))
+                message = delta(choice, index)
+                message.system_fingerprint = "" if num_sent else FINGERPRINT
+                yield mesh_pb2.GenerateResponse(delta=message)
                 num_sent += 1
                 await self._fail_if_due(context, num_sent)
 

@@ -13,7 +13,7 @@ from pdmesh import errors
 from pdmesh.client.client import AsyncClient, Client, Completed, Delta, Event, Message, Started
 from pdmesh.client.types import FinishReason, GenerateOptions, PrefillMode, ReleasedSession
 from pdmesh.v1 import common_pb2, mesh_pb2
-from tests.pdmesh.fake_mesh import NUM_TOKENS, SEED, FakeRouter, Script, delta, start_router, text, token
+from tests.pdmesh.fake_mesh import FINGERPRINT, NUM_TOKENS, SEED, FakeRouter, Script, delta, start_router, text, token
 from tests.support.waiting import eventually
 
 Collect = Callable[..., Coroutine[None, None, list[Event]]]
@@ -104,7 +104,7 @@ async def test_lost_router_resumes_at_the_next(routers: Routers, collect: Collec
     second = await routers()
     check_whole(events := await collect([first.address, second.address], n=num_choices), num_choices)
     resume = second.script.requests[0].resume
-    assert resume.seed == SEED
+    assert resume.seed == SEED and resume.system_fingerprint == FINGERPRINT
     assert sum(len(choice.token_ids) for choice in resume.emitted) == 5
     assert all(list(c.token_ids) == [token(c.index, i) for i in range(len(c.token_ids))] for c in resume.emitted)
     assert isinstance(events[-1], Completed) and events[-1].num_resumes == 1

@@ -2,11 +2,12 @@
  * The history of a stream, and the request that continues it.
  *
  *     request ──► started ──► delta … delta ──✗ router lost
- *                   │ seed       │ token ids
- *                   └────────────┴──► request + Resume(seed, emitted) ──► (started) ──► delta … ──► completed
+ *                   │ seed       │ token ids, fingerprint
+ *                   └────────────┴──► request + Resume(seed, emitted, fingerprint) ──► (started) ──► delta … ──► completed
  *
- * Tokens are a function of the request and its seed, and text is a function of the tokens, so a second router that receives both
- * continues exactly where the first stopped. The checks here guarantee it to the caller: each index once, in order.
+ * Tokens are a function of the request, its seed, and the weights and formats that the fingerprint names; text is a function of the
+ * tokens. So a second router that receives all of them continues exactly where the first stopped. The checks here guarantee it to
+ * the caller: each index once, in order.
  */
 
 import { status } from "@grpc/grpc-js";
@@ -24,6 +25,7 @@ export class StreamSession {
   #started: Started | undefined;
   readonly #emitted = new Map<number, number[]>();
   readonly #finished = new Map<number, FinishReason>();
+  #systemFingerprint = "";
   #numLosses = 0;
   #numLegs = 0;
   completed = false;
@@ -57,7 +59,7 @@ export class StreamSession {
     if (this.#started === undefined) return this.#request.message.resume;
     const choices = [...this.#emitted].sort(([a], [b]) => a - b);
     const emitted = choices.map(([index, ids]) => emittedChoice(index, ids, this.#finished.get(index)));
-    return { seed: this.#started.seed, emitted };
+    return { seed: this.#started.seed, emitted, systemFingerprint: this.#systemFingerprint };
   }
 
   /** Return a new id for each loss: workers may still hold the lost router's request, until their grace period ends. */
@@ -95,6 +97,7 @@ export class StreamSession {
     this.#emitted.set(delta.choice, emitted);
     if (delta.tokenIds.length > 0 && !isNext(delta, emitted)) return undefined;
     emitted.push(...delta.tokenIds);
+    this.#systemFingerprint ||= delta.systemFingerprint;
     if (delta.finishReason !== undefined) this.#finished.set(delta.choice, delta.finishReason);
     return delta;
   }

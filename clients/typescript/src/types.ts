@@ -117,6 +117,8 @@ export interface Delta {
   toolCalls: ToolCallDelta[];
   /** For people: the model wrote something like a call that is none; it is in the text. */
   warning: string;
+  /** Of the weights and formats that the tokens are computed with: on the first delta with tokens. */
+  systemFingerprint: string;
 }
 
 type Plain<T> = { [K in keyof T]: T[K] extends bigint ? number : T[K] };

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
+from tests.k8s.charts import SAME, templated
 from tests.k8s.kustomize import FOLDER, render
 from tests.k8s.meshes import EXAMPLES, MESHES
 
@@ -22,11 +23,15 @@ Found = dict[str, Any]
 
 
 def rendered(folder: Path) -> list[Path]:
-    """A file for each folder that people apply."""
+    """A file for each folder that people apply, and for each example of the chart, with what it alone makes: Secrets, tests."""
     made = []
     for name in sorted({each for folders in (*MESHES.values(), EXAMPLES) for each in folders}):
         path = folder / f"{name.replace('/', '_')}.yaml"
         path.write_text(yaml.safe_dump_all(render(FOLDER / name)))
+        made.append(path)
+    for examples in sorted({*SAME.values(), ("green",)}):
+        path = folder / f"chart{''.join(f'_{name}' for name in examples)}.yaml"
+        path.write_text(templated(*examples))
         made.append(path)
     return made
 
