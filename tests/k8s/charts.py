@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 
-from tests.k8s.kustomize import FOLDER
+from tests.k8s.kustomize import CLUSTER_KINDS, FOLDER, Manifest
 from tests.k8s.tools import HELM
 
 CHART = FOLDER / "chart"
@@ -35,3 +35,11 @@ def templated(*examples: str, values: tuple[str, ...] = (), release: str = "pdme
     files = [part for name in examples for part in ("-f", str(CHART / f"examples/{name}.yaml"))]
     sets = [part for value in values for part in ("--set", value)]
     return helm("template", release, str(CHART), "-n", "pdmesh", "--kube-version", version, *files, *sets)
+
+
+def in_namespace(manifests: list[Manifest]) -> list[Manifest]:
+    """The same with the namespace into which helm puts what names none."""
+    for manifest in manifests:
+        if manifest["kind"] not in CLUSTER_KINDS:
+            manifest["metadata"].setdefault("namespace", "pdmesh")
+    return manifests

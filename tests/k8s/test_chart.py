@@ -15,9 +15,8 @@ from pdmesh.cli import command_of
 from pdmesh.runtime.config import ENV_PREFIX, options_of
 from pdmesh.runtime.rpc.mesh_secret import read_secrets
 from router.auth.api_keys import read_key_file
-from tests.k8s.charts import CHART, SAME, helm, templated
+from tests.k8s.charts import CHART, SAME, helm, in_namespace, templated
 from tests.k8s.kustomize import (
-    CLUSTER_KINDS,
     FOLDER,
     Manifest,
     containers_of,
@@ -38,10 +37,8 @@ pytestmark = pytest.mark.skipif(HELM is None, reason="helm is not installed: mak
 
 def chart(*examples: str, values: tuple[str, ...] = (), release: str = "pdmesh", version: str = "1.34.0") -> list[Manifest]:
     """The objects of a release in the namespace pdmesh."""
-    found = parsed(templated(*examples, values=("secrets.create=false", *values), release=release, version=version))
-    for manifest in found:
-        if manifest["kind"] not in CLUSTER_KINDS:
-            manifest["metadata"].setdefault("namespace", "pdmesh")
+    printed = templated(*examples, values=("secrets.create=false", *values), release=release, version=version)
+    found = in_namespace(parsed(printed))
     assert len({name_of(manifest) for manifest in found}) == len(found)
     return found
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from tests.k8s.charts import SAME, templated
-from tests.k8s.kustomize import FOLDER, render
+from tests.k8s.charts import SAME, in_namespace, templated
+from tests.k8s.kustomize import FOLDER, parsed, render
 from tests.k8s.meshes import EXAMPLES, MESHES
 
 KUBERNETES_VALIDATE, CHECKOV = "kubernetes-validate==1.37.0", "checkov==3.3.30"
 # Of operators that bring their schemas with them: Kubernetes' own know nothing of them.
-OTHERS = {"ServiceMonitor", "ScaledObject"}
+OTHERS = {"ServiceMonitor", "ScaledObject", "InferencePool"}
 TIMEOUT_S = 600.0
 Found = dict[str, Any]
 
@@ -31,7 +31,7 @@ def rendered(folder: Path) -> list[Path]:
         made.append(path)
     for examples in sorted({*SAME.values(), ("green",)}):
         path = folder / f"chart{''.join(f'_{name}' for name in examples)}.yaml"
-        path.write_text(templated(*examples))
+        path.write_text(yaml.safe_dump_all(in_namespace(parsed(templated(*examples)))))
         made.append(path)
     return made
 
