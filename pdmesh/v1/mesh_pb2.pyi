@@ -695,9 +695,9 @@ class Delta(_message.Message):
     earlier messages, and be more than token_ids. All of a choice add up to its share of Usage.reasoning_tokens.
     """
     system_fingerprint: _builtins.str
-    """system_fingerprint of what computes the tokens: weights, their numbers' format and that of KV. With the first delta of a stream
-    that has tokens, of whatever choice; a client that resumes says it again. Empty in all others, and where the workers do not say
-    which weights they have.
+    """system_fingerprint of what computes the tokens: weights, the numbers' formats, kernels where their bits differ, and the adapter.
+    With the first delta of a stream that has tokens, of whatever choice; a client that resumes says it again. Empty in all others,
+    and where the workers do not say which weights they have.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

@@ -105,7 +105,8 @@ class MeshServicer:
     def Generate(self, request, context):
         """Generate continues a prompt. The first message is `started`, then deltas, last `completed`.
         INVALID_ARGUMENT names the field; NOT_FOUND: unknown model; RESOURCE_EXHAUSTED: overload, with RetryInfo (without: it never fits,
-        or the client reads too slowly); DEADLINE_EXCEEDED; UNAVAILABLE: no worker, or the router stops: continue with `resume`.
+        or the client reads too slowly); DEADLINE_EXCEEDED; UNAVAILABLE: no worker, or the router stops: continue with `resume`; or what a
+        resumed answer began with is there no more, as its message says.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -37,7 +37,8 @@ class MeshStub:
     Generate: _grpc.UnaryStreamMultiCallable[_mesh_pb2.GenerateRequest, _mesh_pb2.GenerateResponse]
     """Generate continues a prompt. The first message is `started`, then deltas, last `completed`.
     INVALID_ARGUMENT names the field; NOT_FOUND: unknown model; RESOURCE_EXHAUSTED: overload, with RetryInfo (without: it never fits,
-    or the client reads too slowly); DEADLINE_EXCEEDED; UNAVAILABLE: no worker, or the router stops: continue with `resume`.
+    or the client reads too slowly); DEADLINE_EXCEEDED; UNAVAILABLE: no worker, or the router stops: continue with `resume`; or what a
+    resumed answer began with is there no more, as its message says.
     """
     Chat: _grpc.UnaryStreamMultiCallable[_mesh_pb2.ChatRequest, _mesh_pb2.GenerateResponse]
     """Chat renders messages with the model's own chat template, then generates. Its messages and statuses are those of Generate."""
@@ -86,7 +87,8 @@ class MeshAsyncStub(MeshStub):
     Generate: _aio.UnaryStreamMultiCallable[_mesh_pb2.GenerateRequest, _mesh_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generate continues a prompt. The first message is `started`, then deltas, last `completed`.
     INVALID_ARGUMENT names the field; NOT_FOUND: unknown model; RESOURCE_EXHAUSTED: overload, with RetryInfo (without: it never fits,
-    or the client reads too slowly); DEADLINE_EXCEEDED; UNAVAILABLE: no worker, or the router stops: continue with `resume`.
+    or the client reads too slowly); DEADLINE_EXCEEDED; UNAVAILABLE: no worker, or the router stops: continue with `resume`; or what a
+    resumed answer began with is there no more, as its message says.
     """
     Chat: _aio.UnaryStreamMultiCallable[_mesh_pb2.ChatRequest, _mesh_pb2.GenerateResponse]  # type: ignore[assignment]
     """Chat renders messages with the model's own chat template, then generates. Its messages and statuses are those of Generate."""
@@ -138,7 +140,8 @@ class MeshServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_mesh_pb2.GenerateResponse], _abc.AsyncIterator[_mesh_pb2.GenerateResponse]]:
         """Generate continues a prompt. The first message is `started`, then deltas, last `completed`.
         INVALID_ARGUMENT names the field; NOT_FOUND: unknown model; RESOURCE_EXHAUSTED: overload, with RetryInfo (without: it never fits,
-        or the client reads too slowly); DEADLINE_EXCEEDED; UNAVAILABLE: no worker, or the router stops: continue with `resume`.
+        or the client reads too slowly); DEADLINE_EXCEEDED; UNAVAILABLE: no worker, or the router stops: continue with `resume`; or what a
+        resumed answer began with is there no more, as its message says.
         """
 
     @_abc_1.abstractmethod

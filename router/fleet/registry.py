@@ -239,8 +239,12 @@ class FleetRegistry:
             self.openings.fire()
 
     def _has_weights(self) -> None:
-        if self.on_weights is not None:
+        if self.on_weights is None:
+            return
+        try:
             self.on_weights()
+        except Exception:  # a bug there must not cost the worker whose report this is
+            logger.exception("taking over a worker's weights failed")
 
     def _was_dispatched(self) -> None:
         if self.on_dispatch is not None:

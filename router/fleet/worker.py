@@ -68,6 +68,7 @@ class Incarnation:
     late_at: float = -math.inf  # monotonic seconds: when a heartbeat last came late
     lost: Signal = field(default_factory=Signal)
     described: worker_reports.Described = field(init=False)
+    former_weights: tuple[str, float] = ("", -math.inf)  # hash, and when others replaced them (monotonic seconds)
     reuse: KVReuse = field(default_factory=KVReuse)
 
     def prefilled(self, timings: common_pb2.PrefillTimings) -> None:
@@ -77,6 +78,7 @@ class Incarnation:
 
     def replaced_weights(self, weights_hash: str) -> None:
         """Take the worker as one of another identity from now on: it computes new requests with other weights."""
+        self.former_weights = (self.info.identity.weights_hash, time.monotonic())
         info = worker_pb2.WorkerInfo()
         info.CopyFrom(self.info)
         info.identity.weights_hash = weights_hash
@@ -457,8 +459,10 @@ class Worker:
         current = self.current
         if current is None or load.epoch != current.info.epoch:
             return
-        self.has_weights(load.weights_hash)
         now = time.monotonic()
+        former, replaced_at = current.former_weights
+        if load.weights_hash != former or now - replaced_at > 2 * self._report_period_ms / 1000:  # else made before the change
+            self.has_weights(load.weights_hash)
         if now - current.reported_at > LATE_PERIODS * self._report_period_ms / 1000:
             current.late_at = now
         current.load, current.reported_at = load, now

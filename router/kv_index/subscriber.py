@@ -84,6 +84,7 @@ class PrefixFollower:
 
     async def stop(self) -> None:
         """Stop all tasks; the index stays as it is."""
+        self._fleet.on_weights = None
         listing = [each.listing for each in self._followed.values() if each.listing is not None]
         tasks = (*self._tasks, *listing, *self._forgetting.values())
         for task in tasks:

@@ -31,6 +31,7 @@ from router.routing import worker_reports
 from router.routing.decisions import Decision, cached_of
 from router.routing.filters import NoPlacement, Placement, RoutingRequest, blocks_for, can_hand_over, compatible, has_room
 from router.routing.routing_request import NO_WORKERS, routing_request_of
+from router.routing.worker_reports import fingerprint_for, kind_of
 from router.routing.worker_snapshot import Mode, WorkerKey, WorkerSnapshot
 from router.telemetry import timings
 
@@ -251,7 +252,7 @@ class ReserveStage:
         worker.dispatched(sent)
         self._core.health_recorder.chosen(choice.decode.key, Role.DECODE)
         self._note_submitting(request)
-        request.system_fingerprint = incarnation.described.system_fingerprint
+        request.system_fingerprint = fingerprint_for(incarnation.described, request.prepared.adapter)
         try:
             holder = local_holder(self._core, dispatch, session.info, session.wire_id, choice.mode)
             reservation = await session.submit(choice.mode, dispatch.emitted, holder=holder)
@@ -260,6 +261,9 @@ class ReserveStage:
             worker.done(sent)
             give_up(prefill)
             self._note_refusal(session, error)
+            if request.tracker.anything_emitted:  # its tokens were faster than the answer to Submit, which was lost
+                request.kind = dispatch.kind = kind_of(session.info)
+                dispatch.emitted = request.tracker.history()
             return error
         except asyncio.CancelledError:
             worker.done(sent)

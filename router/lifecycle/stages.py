@@ -37,7 +37,7 @@ from router.lifecycle.request import DispatchStage, OpenRequests, Request, run_i
 from router.routing.cost_model import Overhead, Prediction
 from router.routing.decisions import Decision
 from router.routing.routing_request import goals_ms
-from router.routing.worker_reports import kind_of
+from router.routing.worker_reports import fingerprint_for, kind_of
 from router.telemetry.timings import now_ns
 from router.telemetry.traffic import ModelTraffic
 from router.tokenization.prepared_request import PreparedRequest
@@ -89,7 +89,7 @@ class AdmitStage:
         self._open_requests.admit(request)
         request.trace.admitted(request.prepared)
         request.replayed = _replay(request)
-        if num_emitted(request.prepared):
+        if num_emitted(request.prepared) and not request.output.done:
             request.kind = _kind_of_resumed(self._core, request.prepared)
         self._note_arrival(request)
         began_ns = now_ns()
@@ -116,7 +116,7 @@ def _kind_of_resumed(core: RouterContext, prepared: PreparedRequest) -> tuple[ob
         return None
     for worker in core.fleet.workers.values():
         known = worker.current or worker.last
-        if known is not None and known.described.system_fingerprint == prepared.system_fingerprint:
+        if known is not None and fingerprint_for(known.described, prepared.adapter) == prepared.system_fingerprint:
             return kind_of(known.info)
     raise Unavailable("no worker has the weights and formats with which this answer began; resume it later, or ask anew")
 

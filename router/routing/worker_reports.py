@@ -72,6 +72,12 @@ class Described(NamedTuple):
     system_fingerprint: str = ""
 
 
+def fingerprint_for(described: Described, adapter: AdapterId | None) -> str:
+    """Return what names to a client what computes its tokens there: the kind, and its adapter; empty where there is no kind."""
+    kind = described.system_fingerprint
+    return f"{kind}_{adapter.digest[:16]}" if kind and adapter is not None else kind
+
+
 class Counted(NamedTuple):
     """Sum what was sent to a worker and its report may not contain: `WorkerSnapshot.dispatched_*`."""
 

@@ -139,6 +139,9 @@ async def test_a_stream_is_resumed_only_with_the_weights_that_it_began_with(mesh
             await deltas_of(channel, resume)
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
         assert "no worker has the weights" in (refused.value.details() or "")
+        ended = common_pb2.EmittedChoice(index=0, token_ids=tokens, finish_reason=common_pb2.FINISH_REASON_LENGTH)
+        complete = mesh_pb2.Resume(seed=11, emitted=[ended], system_fingerprint=fingerprint)
+        assert tokens_of(await deltas_of(channel, complete)) == [], "what has ended needs no worker"
         await client.update_weights(str(folders[1]), timeout=60)
         assert tokens_of(await deltas_of(channel, resume)) == tokens[9:]
         resume.system_fingerprint = "f" * 65

@@ -1,9 +1,11 @@
 """What the router reads of a worker's registration."""
 
 from kvtransfer.layout import EVERYWHERE, Reach, Scope, Transports
+from pdmesh.adapter_id import AdapterId
 from pdmesh.v1 import common_pb2, worker_pb2
+from router.api.validation import MAX_FINGERPRINT_CHARS
 from router.routing.filters import compatible
-from router.routing.worker_reports import describe, snapshot_of
+from router.routing.worker_reports import describe, fingerprint_for, snapshot_of
 from router.routing.worker_snapshot import WorkerSnapshot
 
 
@@ -76,3 +78,18 @@ def test_what_a_worker_has_measured_of_its_tiers_counts_not_what_it_assumed() ->
     for measured, known in ((None, 1e-5), (3e-5, 3e-5), (0.0, 0.0), (-1.0, 0.0), (1.5, 0.0), (float("nan"), 0.0)):
         load = worker_pb2.LoadReport(restore_token_s=measured)
         assert snapshot_of(describe(told), load, decode=True).restore_token_s == known
+
+
+def test_what_names_a_kind_to_clients_follows_weights_formats_and_adapter() -> None:
+    told = info(NEAR)
+    assert fingerprint_for(describe(told), AdapterId("a", "1" * 64)) == "", "whose weights nobody knows"
+    told.identity.weights_hash = "first"
+    first = fingerprint_for(describe(told), None)
+    again = info(FAR, name="another", host="there")
+    again.identity.weights_hash = "first"
+    assert fingerprint_for(describe(again), None) == first
+    told.identity.weights_hash = "second"
+    again.layout.kv_dtype = "int8"
+    adapters = [fingerprint_for(describe(told), AdapterId("a", digit * 64)) for digit in "12"]
+    assert len({first, fingerprint_for(describe(told), None), fingerprint_for(describe(again), None), *adapters}) == 5
+    assert max(map(len, adapters)) <= MAX_FINGERPRINT_CHARS

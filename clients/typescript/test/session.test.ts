@@ -28,7 +28,7 @@ test("the first request is the caller's, and later ones go on after what was rec
   const one = session({ requestId: "mine", attempt: 3, seed: 5 });
   assert.equal(one.request(0).message.resume, undefined);
   one.accept(started());
-  one.accept(delta(0, [1, 2]));
+  one.accept(delta(0, [1, 2], { systemFingerprint: "fp_x" }));
   one.accept(delta(0, [7], { choice: 1, finishReason: FinishReason.FINISH_REASON_TOOL_CALLS }));
   one.lost();
   const { message } = one.request(1);
@@ -38,6 +38,7 @@ test("the first request is the caller's, and later ones go on after what was rec
       { index: 0, tokenIds: [1, 2], finishReason: FinishReason.FINISH_REASON_UNSPECIFIED },
       { index: 1, tokenIds: [7], finishReason: FinishReason.FINISH_REASON_STOP },
     ],
+    systemFingerprint: "fp_x",
   });
   assert.equal(message.options?.requestId, "mine-r1");
   assert.equal(message.options?.attempt, 4);
