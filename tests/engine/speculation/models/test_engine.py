@@ -201,6 +201,7 @@ def test_a_draft_model_is_no_second_member_of_the_table_of_cores(tmp_path: Path)
         speculation="draft_model",
         draft_model=folder,
         core_table=str(tmp_path / "cores"),
+        draft_length=LENGTH,
     )
     loaded = load_model(config)
     engine = open_engine(config, loaded)
