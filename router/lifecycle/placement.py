@@ -261,7 +261,7 @@ class ReserveStage:
             worker.done(sent)
             give_up(prefill)
             self._note_refusal(session, error)
-            if request.tracker.anything_emitted:  # its tokens were faster than the answer to Submit, which was lost
+            if request.num_generated:  # its tokens were faster than the answer to Submit, which was lost
                 request.kind = dispatch.kind = kind_of(session.info)
                 dispatch.emitted = request.tracker.history()
             return error

@@ -1,4 +1,4 @@
-"""Makes a CA and one certificate for all of a mesh; or a server's own, which nobody verifies.
+"""Makes a CA and one certificate for all of a mesh; or a server's own, for clients that do not verify it.
 
 The CA's key signs once and is not stored: it will never sign anything else, so every holder of one of its certificates belongs to
 this mesh. For a CA that continues to sign, use cert-manager or your own.
