@@ -62,13 +62,16 @@ async def test_the_same_text_as_over_grpc(mesh: LocalMesh, client: Any, mode: st
     assert answer.usage.prompt_tokens == chat.usage.prompt_tokens
     assert answer.model_extra["pdmesh"][0]["timings"]["mode"] == mode
 
-    streamed = ["", ""]
+    streamed, fingerprints = ["", ""], set()
     stream = await client.chat.completions.create(**asked, stream=True, extra_headers=headers)
     async for chunk in stream:
         streamed[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+        fingerprints.add(chunk.system_fingerprint)
     assert streamed == [choice.text for choice in chat.choices]
     plain = await client.completions.create(model="smollm2", prompt="Once upon a time", **SAMPLED, extra_headers=headers)
     assert plain.choices[0].text == text.text
+    assert answer.system_fingerprint.startswith("fp_")
+    assert fingerprints | {plain.system_fingerprint} == {answer.system_fingerprint}
     await assert_whole(mesh)
 
 

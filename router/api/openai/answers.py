@@ -48,6 +48,9 @@ class _Whole(AnswerBody):
     created: int
     """Seconds since 1970."""
     model: str
+    system_fingerprint: str | None
+    """Of what computed the answer: weights, formats of numbers, adapter. Equal seeds give equal tokens where it is equal. Null where
+    the workers do not say which weights they have."""
     usage: Usage
     pdmesh: list[Report]
     """One entry for each prompt."""
@@ -58,6 +61,8 @@ class _Chunk(AnswerBody):
     created: int
     """Seconds since 1970."""
     model: str
+    system_fingerprint: str | None
+    """As of whole answers; null before the first token."""
     usage: Usage | None = None
     """With stream_options.include_usage: of the last chunk, or of each one so far."""
     pdmesh: list[Report] = Field(default_factory=list)

@@ -265,7 +265,13 @@ class Answer:
 
     def __init__(self, call: Call, request_id: str, created: int, echo: Echo, spelling_of: SpellingOf) -> None:
         self._call = call
-        self._head: JsonObject = {"id": call.shape.id_prefix + request_id, "object": "", "created": created, "model": ""}
+        self._head: JsonObject = {
+            "id": call.shape.id_prefix + request_id,
+            "object": "",
+            "created": created,
+            "model": "",
+            "system_fingerprint": None,
+        }
         self._echo = echo
         self._spelling_of = spelling_of
         self._prompts = [_Prompt() for _ in call.requests]
@@ -377,6 +383,8 @@ class Answer:
             prompt.num_tokens = 0 if self._call.scoring.is_alone else response.completed.usage.completion_tokens
         elif response.delta.prompt_logprobs:
             prompt.entries = list(response.delta.prompt_logprobs)
+        if response.delta.system_fingerprint:
+            self._head["system_fingerprint"] = response.delta.system_fingerprint
         if not self._call.scoring.is_alone:
             prompt.num_tokens += len(response.delta.token_ids)
         return kind == "delta"
