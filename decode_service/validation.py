@@ -91,13 +91,22 @@ class SubmitValidator:
         earlier = ""
         for field, expected in request.identity.ListFields():
             ours = getattr(self.identity, field.name)
-            if field.name == "weights_hash" and ours != expected and self.earlier is not None and self.earlier.holds(expected):
+            if field.name == "weights_hash" and ours != expected and _has_begun(request) and self._holds(expected):
                 earlier = expected
             elif ours != expected:
                 raise FailedPrecondition(
                     f"identity.{field.name}", f"this worker has {ours!r}, not {expected!r}; choose a worker of that identity"
                 )
         return earlier
+
+    def _holds(self, weights_hash: str) -> bool:
+        return self.earlier is not None and self.earlier.holds(weights_hash)
+
+
+def _has_begun(request: decode_pb2.SubmitRequest) -> bool:
+    """Return whether the weights of the request are decided. A new one is computed with the present ones: a router that expects
+    others has not heard of the change yet, and places it again."""
+    return request.attempt > 1 or any(choice.token_ids for choice in request.request.emitted)
 
 
 def check_id(field: str, value: str) -> None:

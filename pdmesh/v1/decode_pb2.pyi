@@ -85,7 +85,9 @@ class SubmitRequest(_message.Message):
 
     @_builtins.property
     def identity(self) -> _common_pb2.Identity:
-        """identity that the router expects of the worker; fields that are set are compared."""
+        """identity that the router expects of the worker; fields that are set are compared. Weights that the worker has replaced, and
+        has still, are taken for a request that has begun: a later attempt, or one with emitted tokens.
+        """
 
     @_builtins.property
     def holder(self) -> _prefill_pb2.KVHolder:

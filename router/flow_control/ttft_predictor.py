@@ -8,7 +8,7 @@ from router.context import RouterContext
 from router.fleet.circuit_breaker import Role
 from router.flow_control.slo_admission import FlowItem, Forecast, nothing_known
 from router.routing.filters import NoPlacement, RoutingRequest
-from router.routing.routing_request import routing_request_of
+from router.routing.routing_request import kind_of_resumed, routing_request_of
 from router.tokenization.prepared_request import PreparedRequest
 
 IDLE_FOR_S, MAX_IDLE, CONTEXT_STEP = 1.0, 256, 256
@@ -30,6 +30,7 @@ class TtftPredictor:
             self._core,
             prepared,
             prepared.emitted,
+            kind_of_resumed(self._core, prepared),
             excluded_decode=health_recorder.left_out(fleet_snapshot, Role.DECODE),
             excluded_prefill=health_recorder.left_out(fleet_snapshot, Role.PREFILL),
         )

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pdmesh.v1 import common_pb2, worker_pb2
-from router.fleet.worker import Incarnation
 from router.kv_index.block_map import BlockMap, Level, WorkerSlots
 from router.kv_index.hot_prefixes import RecentPrompts
 from router.routing.worker_reports import kind_of
@@ -227,21 +226,24 @@ class PrefixIndex:
             found |= Counter(blocks.match(names))
         return found
 
-    def remember(self, prepared: PreparedRequest, incarnations: Iterable[Incarnation]) -> None:
-        """Record that the prompt's blocks are, or will soon be, on these workers. A worker that is gone is ignored, since nothing
-        would remove its entry again."""
+    def remember(self, prepared: PreparedRequest, infos: Iterable[worker_pb2.WorkerInfo]) -> None:
+        """Record that the prompt's blocks are, or will soon be, on these workers, as they were when the request was placed:
+        a change of weights gives blocks other names. A worker that is gone is ignored, since nothing would remove its entry again."""
         self._looked_up.pop(prepared, None)
-        for incarnation in incarnations:
-            names = _names(prepared, incarnation.info)
-            self.record(incarnation.info, names)
-            self.recent.note(prepared, incarnation.info, names, self._clock())
+        for info in infos:
+            names = _names(prepared, info)
+            self.record(info, names)
+            self.recent.note(prepared, info, names, self._clock())
 
     async def remember_output(
-        self, prepared: PreparedRequest, outputs: Iterable[Sequence[int]], incarnation: Incarnation, at_once: int = SLICE_BLOCKS
+        self,
+        prepared: PreparedRequest,
+        outputs: Iterable[Sequence[int]],
+        info: worker_pb2.WorkerInfo,
+        at_once: int = SLICE_BLOCKS,
     ) -> None:
         """Record that a worker has the blocks of the prompt and of its choices' output, before its KV events say so: the next
         turn of an agent comes sooner. It hashes `at_once` blocks at a time, so that streams go on meanwhile."""
-        info = incarnation.info
         prompt, layout = _names(prepared, info), info.layout
         for output in outputs:
             names = list(prompt)

@@ -51,7 +51,7 @@ class DecodeStage:
 
     async def _is_over(self, request: Request, session: DecodeSession) -> bool:
         """Wait for the end of `session`; return False when the request was asked to move before. Raises WorkerLost, MeshError."""
-        request.session, request.ran_on = session, session.incarnation
+        request.session, request.ran_on = session, session.info
         since_ns, since_steps = now_ns(), _num_steps(request, session)
         asked = request.move = asyncio.get_running_loop().create_future()
         await asyncio.wait((session.ended, asked), return_when=asyncio.FIRST_COMPLETED)

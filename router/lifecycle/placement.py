@@ -272,7 +272,7 @@ class ReserveStage:
             raise
         sent.arrived_at = time.monotonic()
         if prefill is None:
-            self._core.prefixes.remember(request.prepared, (incarnation,))
+            self._core.prefixes.remember(request.prepared, (session.info,))
         self._core.sessions.note(request.prepared, tuple(view.key for view in choice.workers))
         logger.debug("%s attempt %d: %s", session.wire_id, session.attempt, choice.reason or choice.mode.name)
         return Assignment(session, sent, reservation, prefill, dispatch.emitted)
@@ -366,7 +366,7 @@ def _prefill_target(core: RouterContext, choice: Placement, routing_request: Rou
     sent = Dispatched(1, blocks_for(routing_request.num_tokens, view), routing_request.computed(view, ways))
     found[0].dispatched(sent)
     core.health_recorder.chosen(view.key, Role.PREFILL)
-    return PrefillTarget(*found, sent, predicted_s(choice))
+    return PrefillTarget(*found, found[1].info, sent, predicted_s(choice))
 
 
 def _incarnation(core: RouterContext, view: WorkerSnapshot | None) -> tuple[Worker, Incarnation] | None:

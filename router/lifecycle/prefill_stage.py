@@ -288,9 +288,7 @@ class PrefillCall:
         parts = self._timings.parts
         parts.kv_exposed_ns = end.outcome.kv_exposed_ns
         parts.kv_bytes, parts.transport = end.outcome.kv_bytes, end.outcome.transport
-        decode = session.worker.current
-        cached_on = (prefill.incarnation,) if decode is None else (prefill.incarnation, decode)
-        self._core.prefixes.remember(self._request.prepared, cached_on)
+        self._core.prefixes.remember(self._request.prepared, (prefill.info, session.info))
 
     def _count_retry(self, problem: str) -> None:
         self._timings.parts.num_retries += 1

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from pdmesh.runtime.errors import OTHER_ENGINE, MeshError, Unavailable
-from pdmesh.v1 import common_pb2, mesh_pb2, prefill_pb2
+from pdmesh.v1 import common_pb2, mesh_pb2, prefill_pb2, worker_pb2
 from router.fleet.worker import Dispatched, Incarnation, Worker
 from router.flow_control.slo_admission import Ticket
 from router.flow_control.ttft_predictor import num_emitted
@@ -55,7 +55,7 @@ class Request:
         self.decision: Decision | None = None  # place: the latest
         self.is_submitted = False  # reserve: a Submit was sent
         self.session: DecodeSession | None = None  # decode: the present session
-        self.ran_on: Incarnation | None = None  # decode: the latest worker
+        self.ran_on: worker_pb2.WorkerInfo | None = None  # decode: the latest worker
         self.move: asyncio.Future[str] | None = None  # decode: resolved with the reason to migrate; None while it cannot
         self.drafts = DraftTotals()  # of all decode sessions
         self.is_winding_up = False  # workers have finished every choice; the remaining work ends soon by itself
@@ -192,10 +192,12 @@ class OpenRequests:
 class PrefillTarget:
     """Hold the prefill worker of a prompt. `sent` counts as its load until the prompt is computed.
 
-    `predicted_s`: predicted time from the call to the first token; None without a prediction."""
+    `info`: of the incarnation when it was chosen: a change of weights gives it another. `predicted_s`: predicted time from the
+    call to the first token; None without a prediction."""
 
     worker: Worker
     incarnation: Incarnation
+    info: worker_pb2.WorkerInfo
     sent: Dispatched
     predicted_s: float | None = None
 

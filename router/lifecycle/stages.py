@@ -36,8 +36,8 @@ from router.lifecycle.prefill_stage import PrefillStage
 from router.lifecycle.request import DispatchStage, OpenRequests, Request, run_in_order
 from router.routing.cost_model import Overhead, Prediction
 from router.routing.decisions import Decision
-from router.routing.routing_request import goals_ms
-from router.routing.worker_reports import fingerprint_for, kind_of
+from router.routing.routing_request import goals_ms, kind_of_resumed
+from router.routing.worker_reports import kind_of
 from router.telemetry.timings import now_ns
 from router.telemetry.traffic import ModelTraffic
 from router.tokenization.prepared_request import PreparedRequest
@@ -90,7 +90,7 @@ class AdmitStage:
         request.trace.admitted(request.prepared)
         request.replayed = _replay(request)
         if num_emitted(request.prepared) and not request.output.done:
-            request.kind = _kind_of_resumed(self._core, request.prepared)
+            self._stay_with_kind(request)
         self._note_arrival(request)
         began_ns = now_ns()
         try:
@@ -98,6 +98,13 @@ class AdmitStage:
             await failpoints.hit_async("router.admission")
         finally:
             request.timings.queued(began_ns)
+
+    def _stay_with_kind(self, request: Request) -> None:
+        """Set the kind with which the resumed stream began. Raises Unavailable: a worker of another kind would go on with another
+        answer, and the right one may come back."""
+        request.kind = kind_of_resumed(self._core, request.prepared)
+        if request.kind is None and request.prepared.system_fingerprint:
+            raise Unavailable("no worker has the weights and formats with which this answer began; resume it later, or ask anew")
 
     def _note_arrival(self, request: Request) -> None:
         prepared = request.prepared
@@ -107,18 +114,6 @@ class AdmitStage:
             is_batch=prepared.priority == common_pb2.PRIORITY_BATCH,
             is_new=prepared.attempt == 0,
         )
-
-
-def _kind_of_resumed(core: RouterContext, prepared: PreparedRequest) -> tuple[object, ...] | None:
-    """Return the kind with which a stream began that its client resumes; None where it does not say. Raises Unavailable: a worker
-    of another kind would go on with another answer, and the right one may come back."""
-    if not prepared.system_fingerprint:
-        return None
-    for worker in core.fleet.workers.values():
-        known = worker.current or worker.last
-        if known is not None and fingerprint_for(known.described, prepared.adapter) == prepared.system_fingerprint:
-            return kind_of(known.info)
-    raise Unavailable("no worker has the weights and formats with which this answer began; resume it later, or ask anew")
 
 
 def _replay(request: Request) -> list[mesh_pb2.GenerateResponse]:

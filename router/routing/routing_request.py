@@ -6,6 +6,7 @@ from pdmesh.planning.objectives import Bounds
 from pdmesh.v1 import common_pb2
 from router.context import RouterContext
 from router.routing.filters import RoutingRequest
+from router.routing.worker_reports import fingerprint_for, kind_of
 from router.routing.worker_snapshot import Mode, WorkerKey
 from router.tokenization.prepared_request import PreparedRequest
 
@@ -46,6 +47,20 @@ def routing_request_of(
         session_workers=core.sessions.workers_of(prepared, core.fleet.is_gone) if prepared.session_id else (),
         restorable_tokens=held.restorable,
     )
+
+
+def kind_of_resumed(core: RouterContext, prepared: PreparedRequest) -> tuple[object, ...] | None:
+    """Return the kind with which a stream began that its client resumes; None where it does not say, and where no worker has been
+    of that kind."""
+    if not prepared.system_fingerprint or not prepared.emitted:
+        return None
+    known = (worker.current or worker.last for worker in core.fleet.workers.values())
+    matching = (
+        kind_of(each.info)
+        for each in known
+        if each is not None and fingerprint_for(each.described, prepared.adapter) == prepared.system_fingerprint
+    )
+    return next(matching, None)
 
 
 def goals_ms(core: RouterContext, prepared: PreparedRequest) -> tuple[int, int]:

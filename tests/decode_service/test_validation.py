@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import grpc
 import pytest
 
-from pdmesh.runtime.errors import error_from_rpc
+from decode_service.validation import SubmitValidator
+from pdmesh.engine.request import EngineRequest
+from pdmesh.runtime.errors import FailedPrecondition, error_from_rpc
+from pdmesh.sampling_params import SamplingParams
 from pdmesh.v1 import common_pb2, decode_pb2
 from tests.support.mini_router import MiniRouter
 from tests.support.worker_mesh import LOCAL, MODEL, REMOTE, Peer, history, token_request
@@ -132,3 +136,41 @@ async def test_cancel_needs_an_id(decoder: Peer) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await decoder.decode.Cancel(decode_pb2.CancelRequest(request_id="a b"))
     assert error_from_rpc(caught.value).field == "request_id"
+
+
+class Kept:
+    """Weights that a worker has replaced and has still."""
+
+    def holds(self, weights_hash: str) -> bool:
+        return weights_hash == "replaced"
+
+    def request_for(self, weights_hash: str, wire: common_pb2.TokenRequest, request: EngineRequest) -> EngineRequest:
+        return replace(request, weights_hash=weights_hash)
+
+
+@pytest.mark.parametrize(
+    ("change", "goes_on"),
+    [
+        (lambda r: None, False),
+        (emitted([]), False),
+        (emitted([1]), True),
+        (lambda r: setattr(r, "attempt", 2), True),
+    ],
+    ids=["new", "nothing emitted", "emitted", "second attempt"],
+)
+async def test_only_what_has_begun_goes_on_with_replaced_weights(
+    change: Callable[[decode_pb2.SubmitRequest], object], goes_on: bool
+) -> None:
+    async def translate(wire: common_pb2.TokenRequest) -> EngineRequest:
+        return EngineRequest("r1", tuple(wire.prompt_token_ids), SamplingParams(max_tokens=12))
+
+    validator = SubmitValidator(1, common_pb2.Identity(weights_hash="present"), translate, Kept())
+    request = changed(change)
+    request.identity.weights_hash = "replaced"
+    if goes_on:
+        submission = await validator.check(request, now=0.0, received_ns=0)
+        assert submission.request.weights_hash == "replaced"
+    else:
+        with pytest.raises(FailedPrecondition, match="present") as caught:
+            await validator.check(request, now=0.0, received_ns=0)
+        assert caught.value.field == "identity.weights_hash"

@@ -11,7 +11,6 @@ import pytest
 from pdmesh.runtime.files import cache_root_of
 from pdmesh.text.block_hash import hash_prompt, short_name
 from pdmesh.v1 import common_pb2, worker_pb2
-from router.fleet.worker import Incarnation
 from router.kv_index import index as kv_index_index
 from router.kv_index.index import FRESH_S, IN_FLIGHT_S, PrefixIndex
 from router.tokenization.prepared_request import PreparedRequest, ServedModel, load, scoped_salt
@@ -35,10 +34,6 @@ def info_of(key: tuple[str, int], *, block_size: int = 16, kv_dtype: str = "floa
     identity = common_pb2.Identity(model="tiny", weights_hash="abc", numeric_mode="exact", protocol_version=3)
     layout = common_pb2.KVLayout(block_size=block_size, kv_dtype=kv_dtype)
     return worker_pb2.WorkerInfo(address=key[0], epoch=key[1], identity=identity, layout=layout)
-
-
-def incarnation(info: worker_pb2.WorkerInfo) -> Incarnation:
-    return Incarnation(info, worker_pb2.LoadReport(), 0.0)
 
 
 def names_on_wire(prepared: PreparedRequest, info: worker_pb2.WorkerInfo) -> list[int]:
@@ -80,7 +75,7 @@ def test_what_was_sent_counts_at_once_and_lapses_where_workers_tell(model: Serve
     index, prepared = PrefixIndex(1000, clock), job_of(model)
     index.set_workers([info_of(A), info_of(B)])
     index.set_followed([A])
-    index.remember(prepared, [incarnation(info_of(A)), incarnation(info_of(B))])
+    index.remember(prepared, [info_of(A), info_of(B)])
     assert index.cached_tokens(prepared) == {A: 64, B: 64}
     clock.now += IN_FLIGHT_S - 1
     assert index.cached_tokens(prepared) == {A: 64, B: 64}
@@ -94,12 +89,12 @@ def test_what_a_worker_says_it_has_evicted_counts_no_more_although_it_was_sent_l
     names = names_on_wire(prepared, info)
     index.set_workers([info, info_of(B)])
     index.set_followed([A, B])
-    index.remember(prepared, [incarnation(info), incarnation(info_of(B))])
+    index.remember(prepared, [info, info_of(B)])
     index.apply(A, names, [])
     clock.now += IN_FLIGHT_S + 1  # what was sent is in the older generation now
     index.apply(A, [], names[2:])
     assert index.cached_tokens(prepared) == {A: 32, B: 64}
-    index.remember(prepared, [incarnation(info)])
+    index.remember(prepared, [info])
     assert index.cached_tokens(prepared) == {A: 64, B: 64}, "it was sent again since, and will store them"
     index.apply(A, [], names)
     assert index.cached_tokens(prepared) == {B: 64}
@@ -109,11 +104,11 @@ def test_a_worker_that_begins_to_tell_is_believed(model: ServedModel) -> None:
     clock = Clock()
     index, prepared = PrefixIndex(1000, clock), job_of(model)
     index.set_workers([info_of(A)])
-    index.remember(prepared, [incarnation(info_of(A))])
+    index.remember(prepared, [info_of(A)])
     assert index.cached_tokens(prepared) == {A: 64}
     index.set_followed([A])
     assert index.cached_tokens(prepared) == {}
-    index.remember(prepared, [incarnation(info_of(A))])
+    index.remember(prepared, [info_of(A)])
     assert index.cached_tokens(prepared) == {A: 64}, "it may be on its way"
     clock.now += 2 * IN_FLIGHT_S
     assert index.cached_tokens(prepared) == {}
@@ -124,7 +119,7 @@ def test_nothing_of_workers_that_are_gone_is_kept(model: ServedModel) -> None:
     for epoch in range(1, 50):
         worker = ("a:1", epoch)
         index.set_workers([info_of(worker)])
-        index.remember(prepared, [incarnation(info_of(worker)), incarnation(info_of(("a:1", epoch - 1)))])
+        index.remember(prepared, [info_of(worker), info_of(("a:1", epoch - 1))])
         assert index.cached_tokens(prepared) == {worker: 64}
         asyncio.run(index.forget(worker))
     assert [len(blocks) for blocks in index._sent.maps(0.0)] == []
@@ -146,7 +141,7 @@ def test_a_request_is_looked_up_again_only_after_a_change(model: ServedModel) ->
 async def test_the_longer_of_told_and_sent_counts(model: ServedModel) -> None:
     index, prepared, info = PrefixIndex(1000), job_of(model), info_of(A)
     index.set_workers([info])
-    index.remember(replace(prepared, prompt=PROMPT[:33], _chains={}), [incarnation(info)])
+    index.remember(replace(prepared, prompt=PROMPT[:33], _chains={}), [info])
     index.apply(A, names_on_wire(prepared, info)[:1], [])
     assert index.cached_tokens(prepared) == {A: 32}
     await index.replace(A, names_on_wire(prepared, info))
