@@ -101,6 +101,7 @@ COMMANDS: dict[str, Command] = {
     "roles": Command("change the roles of a worker while it runs"),
     "models": Command("list models, or fetch or convert one"),
     "weights": Command("have a mesh compute with other weights of its model, while it serves"),
+    "rollout": Command("share new requests between revisions of a model's workers, or shift them step by step"),
     "adapters": Command("list LoRA adapters, or load or unload one on every worker of a model"),
     "profile": Command("show where the time of an engine's step goes on this machine", extra="local"),
     "keys": Command("make, list and revoke the API keys that routers ask for", extra="services"),

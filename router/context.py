@@ -28,6 +28,7 @@ from router.fleet.heartbeat import being_cancelled
 from router.fleet.hedging import HedgeLimits, Hedging
 from router.fleet.migration import Migratable
 from router.fleet.registry import FleetRegistry
+from router.fleet.rollouts import Rollouts, TrafficSplits
 from router.flow_control.capacity import AdmissionSettings, TenantBook
 from router.flow_control.controller import Admission, FlowController
 from router.flow_control.slo_admission import Forecaster
@@ -293,6 +294,7 @@ class RouterContext:
     policy: Policy
     overheads: Overheads
     adapters: FleetAdapters
+    rollouts: Rollouts
     objectives: Mapping[str, ModelObjective] = field(default_factory=dict)
     output_lengths: OutputLengths = field(default_factory=OutputLengths)
     decisions: Decisions = field(default_factory=Decisions)
@@ -336,9 +338,11 @@ class RouterContext:
         prefixes, overheads = PrefixIndex(config.prefix_index_blocks), Overheads()
         goals = {goal.model: goal for goal in objectives}
         policy = make_policy(config.policy, overheads, config.local_prefill_tokens)
-        wanted = WantedAdapters(config.redis, config.mesh, open_secret(config.mesh_secret))
+        secret = open_secret(config.mesh_secret)
+        wanted = WantedAdapters(config.redis, config.mesh, secret)
         adapters = FleetAdapters(fleet, wanted, may_change=config.lets_clients_change_adapters)
-        return cls(config, router_id, models, fleet, flow_control, prefixes, policy, overheads, adapters, goals)
+        rollouts = Rollouts(fleet, TrafficSplits(config.redis, config.mesh, secret))
+        return cls(config, router_id, models, fleet, flow_control, prefixes, policy, overheads, adapters, rollouts, goals)
 
     @property
     def is_ready(self) -> bool:

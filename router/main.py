@@ -115,6 +115,7 @@ class Router:
             self.shared.start()
         self.tenants.start()
         self.core.adapters.start()
+        self.core.rollouts.start()
         if self.batches is not None:
             await self.batches.start()
         self._health = asyncio.create_task(self._follow_readiness(), name="health")
@@ -143,6 +144,7 @@ class Router:
             await self.shared.stop()
         await self.tenants.stop()
         await self.core.adapters.stop()
+        await self.core.rollouts.stop()
         if self.registry is not None:
             await self.registry.stop()
         await self.follower.stop()

@@ -229,6 +229,12 @@ class Client(_Base):
         request = mesh_pb2.MeshUpdateWeightsRequest(model=model, folder=folder)
         return self._unary(lambda stub: stub.UpdateWeights, request, timeout)
 
+    def split_traffic(
+        self, weights: Mapping[str, int], *, model: str = "", timeout: float | None = None
+    ) -> mesh_pb2.TrafficSplit:
+        """Split the new requests of a model between revisions of its workers by these weights; empty: no split."""
+        return self._unary(lambda stub: stub.SetTrafficSplit, wire.traffic_split(model, weights), timeout).split
+
     def close(self) -> None:
         """Close the connections; running streams end with Cancelled."""
         self._closed = True
@@ -381,6 +387,12 @@ class AsyncClient(_Base):
         """See Client.update_weights."""
         request = mesh_pb2.MeshUpdateWeightsRequest(model=model, folder=folder)
         return await self._unary(lambda stub: stub.UpdateWeights, request, timeout)
+
+    async def split_traffic(
+        self, weights: Mapping[str, int], *, model: str = "", timeout: float | None = None
+    ) -> mesh_pb2.TrafficSplit:
+        """See Client.split_traffic."""
+        return (await self._unary(lambda stub: stub.SetTrafficSplit, wire.traffic_split(model, weights), timeout)).split
 
     async def close(self) -> None:
         """Close the connections; running streams end with Cancelled."""

@@ -433,3 +433,9 @@ def models(response: mesh_pb2.ListModelsResponse) -> tuple[Model, ...]:
 
 def _set_numbers(sampling: common_pb2.SamplingParams) -> dict[str, float]:
     return {descriptor.name: value for descriptor, value in sampling.ListFields()}
+
+
+def traffic_split(model: str, weights: Mapping[str, int]) -> mesh_pb2.SetTrafficSplitRequest:
+    """Return the request. Raises ValueError for a weight that is no number from 0 to 2^32 - 1."""
+    shares = [mesh_pb2.RevisionWeight(revision=revision, weight=weight) for revision, weight in weights.items()]
+    return mesh_pb2.SetTrafficSplitRequest(model=model, weights=shares)

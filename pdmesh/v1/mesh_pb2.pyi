@@ -102,6 +102,174 @@ BREAKER_STATE_HALF_OPEN: BreakerState.ValueType  # 3
 Global___BreakerState: _TypeAlias = BreakerState  # noqa: Y015
 
 @_typing.final
+class SetTrafficSplitRequest(_message.Message):
+    """SetTrafficSplitRequest names the shares."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """model that is served. Empty is allowed while the mesh serves exactly one."""
+    @_builtins.property
+    def weights(self) -> _containers.RepeatedCompositeFieldContainer[Global___RevisionWeight]:
+        """weights of revisions, each named once; one that is not named has weight 0. Empty: no split, the policy chooses among all workers."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        weights: _abc.Iterable[Global___RevisionWeight] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "weights", b"weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetTrafficSplitRequest: _TypeAlias = SetTrafficSplitRequest  # noqa: Y015
+
+@_typing.final
+class RevisionWeight(_message.Message):
+    """RevisionWeight is what a revision gets of the sum of all weights."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REVISION_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    revision: _builtins.str
+    """revision as workers name it (`WorkerInfo.revision`). Empty: the workers that name none."""
+    weight: _builtins.int
+    """weight up to 1 000 000. 0: it takes no new requests while another revision with a weight can."""
+    def __init__(
+        self,
+        *,
+        revision: _builtins.str = ...,
+        weight: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["revision", b"revision", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RevisionWeight: _TypeAlias = RevisionWeight  # noqa: Y015
+
+@_typing.final
+class SetTrafficSplitResponse(_message.Message):
+    """SetTrafficSplitResponse says what is there."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SPLIT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def split(self) -> Global___TrafficSplit:
+        """split of the model from now on."""
+
+    def __init__(
+        self,
+        *,
+        split: Global___TrafficSplit | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["split", b"split"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["split", b"split"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetTrafficSplitResponse: _TypeAlias = SetTrafficSplitResponse  # noqa: Y015
+
+@_typing.final
+class TrafficSplit(_message.Message):
+    """TrafficSplit is how a model's new requests are shared between revisions of its workers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    REVISIONS_FIELD_NUMBER: _builtins.int
+    IS_SET_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """model that is served."""
+    is_set: _builtins.bool
+    """is_set: weights are given. Else the policy chooses among all workers."""
+    @_builtins.property
+    def revisions(self) -> _containers.RepeatedCompositeFieldContainer[Global___RevisionShare]:
+        """revisions that have workers or a weight, by name."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        revisions: _abc.Iterable[Global___RevisionShare] | None = ...,
+        is_set: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_set", b"is_set", "model", b"model", "revisions", b"revisions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrafficSplit: _TypeAlias = TrafficSplit  # noqa: Y015
+
+@_typing.final
+class RevisionShare(_message.Message):
+    """RevisionShare is one revision of a model's workers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REVISION_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    NUM_PREFILL_WORKERS_FIELD_NUMBER: _builtins.int
+    NUM_DECODE_WORKERS_FIELD_NUMBER: _builtins.int
+    NUM_RUNNING_FIELD_NUMBER: _builtins.int
+    NUM_ENDED_FIELD_NUMBER: _builtins.int
+    NUM_FAILED_FIELD_NUMBER: _builtins.int
+    TTFT_MS_FIELD_NUMBER: _builtins.int
+    TPOT_MS_FIELD_NUMBER: _builtins.int
+    NUM_EJECTED_FIELD_NUMBER: _builtins.int
+    revision: _builtins.str
+    """revision as workers name it. Empty: those that name none."""
+    weight: _builtins.int
+    """weight that was given."""
+    num_prefill_workers: _builtins.int
+    """num_prefill_workers that take work now."""
+    num_decode_workers: _builtins.int
+    """num_decode_workers that take work now."""
+    num_running: _builtins.int
+    """num_running sequences on its decode workers, of all routers, as they last reported."""
+    num_ended: _builtins.int
+    """num_ended requests that this router process last placed there."""
+    num_failed: _builtins.int
+    """num_failed of them ended with an error that is not the client's: UNAVAILABLE, INTERNAL, DEADLINE_EXCEEDED and the like."""
+    ttft_ms: _builtins.float
+    """ttft_ms of the latest of them, the median. 0: none had a token."""
+    tpot_ms: _builtins.float
+    """tpot_ms of the latest of them, the median. 0: none had two tokens."""
+    num_ejected: _builtins.int
+    """num_ejected: workers of it that this router has ejected since requests failed there; slow ones are none of them."""
+    def __init__(
+        self,
+        *,
+        revision: _builtins.str = ...,
+        weight: _builtins.int = ...,
+        num_prefill_workers: _builtins.int = ...,
+        num_decode_workers: _builtins.int = ...,
+        num_running: _builtins.int = ...,
+        num_ended: _builtins.int = ...,
+        num_failed: _builtins.int = ...,
+        ttft_ms: _builtins.float = ...,
+        tpot_ms: _builtins.float = ...,
+        num_ejected: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_decode_workers", b"num_decode_workers", "num_ejected", b"num_ejected", "num_ended", b"num_ended", "num_failed", b"num_failed", "num_prefill_workers", b"num_prefill_workers", "num_running", b"num_running", "revision", b"revision", "tpot_ms", b"tpot_ms", "ttft_ms", b"ttft_ms", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RevisionShare: _TypeAlias = RevisionShare  # noqa: Y015
+
+@_typing.final
 class MeshUpdateWeightsRequest(_message.Message):
     """MeshUpdateWeightsRequest names model and weights."""
 
@@ -1455,6 +1623,7 @@ class GetStatusResponse(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     NUM_PROCESSES_FIELD_NUMBER: _builtins.int
     NUM_REDRAWN_TOKENS_FIELD_NUMBER: _builtins.int
+    SPLITS_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     """router_id of the answering router."""
     num_inflight: _builtins.int
@@ -1497,6 +1666,10 @@ class GetStatusResponse(_message.Message):
     def traffic(self) -> _containers.RepeatedCompositeFieldContainer[Global___TrafficStatus]:
         """traffic of each model since this router process started, from which rates over all routers follow."""
 
+    @_builtins.property
+    def splits(self) -> _containers.RepeatedCompositeFieldContainer[Global___TrafficSplit]:
+        """splits of traffic: models with a split, and those whose workers name revisions."""
+
     def __init__(
         self,
         *,
@@ -1515,10 +1688,11 @@ class GetStatusResponse(_message.Message):
         epoch: _builtins.int = ...,
         num_processes: _builtins.int = ...,
         num_redrawn_tokens: _builtins.int = ...,
+        splits: _abc.Iterable[Global___TrafficSplit] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prediction", b"prediction"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "epoch", b"epoch", "max_inflight", b"max_inflight", "max_queued", b"max_queued", "num_inflight", b"num_inflight", "num_processes", b"num_processes", "num_queued", b"num_queued", "num_redrawn_tokens", b"num_redrawn_tokens", "num_token_mismatches", b"num_token_mismatches", "objectives", b"objectives", "prediction", b"prediction", "registry_connected", b"registry_connected", "router_id", b"router_id", "traffic", b"traffic", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "epoch", b"epoch", "max_inflight", b"max_inflight", "max_queued", b"max_queued", "num_inflight", b"num_inflight", "num_processes", b"num_processes", "num_queued", b"num_queued", "num_redrawn_tokens", b"num_redrawn_tokens", "num_token_mismatches", b"num_token_mismatches", "objectives", b"objectives", "prediction", b"prediction", "registry_connected", b"registry_connected", "router_id", b"router_id", "splits", b"splits", "traffic", b"traffic", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

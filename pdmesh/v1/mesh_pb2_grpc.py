@@ -96,6 +96,11 @@ class MeshStub:
                 request_serializer=pdmesh_dot_v1_dot_mesh__pb2.MeshUpdateWeightsRequest.SerializeToString,
                 response_deserializer=pdmesh_dot_v1_dot_mesh__pb2.MeshUpdateWeightsResponse.FromString,
                 _registered_method=True)
+        self.SetTrafficSplit = channel.unary_unary(
+                '/pdmesh.v1.Mesh/SetTrafficSplit',
+                request_serializer=pdmesh_dot_v1_dot_mesh__pb2.SetTrafficSplitRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_mesh__pb2.SetTrafficSplitResponse.FromString,
+                _registered_method=True)
 
 
 class MeshServicer:
@@ -199,6 +204,15 @@ class MeshServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetTrafficSplit(self, request, context):
+        """SetTrafficSplit says which shares of a model's new requests go to which revisions of its workers, at once and on all routers of the
+        registry within seconds; requests that have tokens stay with the weights and formats that they began with. INVALID_ARGUMENT names the
+        field; NOT_FOUND: unknown model; PERMISSION_DENIED: where clients need keys, this needs one with admin.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_MeshServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -261,6 +275,11 @@ def add_MeshServicer_to_server(servicer, server):
                     servicer.UpdateWeights,
                     request_deserializer=pdmesh_dot_v1_dot_mesh__pb2.MeshUpdateWeightsRequest.FromString,
                     response_serializer=pdmesh_dot_v1_dot_mesh__pb2.MeshUpdateWeightsResponse.SerializeToString,
+            ),
+            'SetTrafficSplit': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetTrafficSplit,
+                    request_deserializer=pdmesh_dot_v1_dot_mesh__pb2.SetTrafficSplitRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_mesh__pb2.SetTrafficSplitResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -588,6 +607,33 @@ class Mesh:
             '/pdmesh.v1.Mesh/UpdateWeights',
             pdmesh_dot_v1_dot_mesh__pb2.MeshUpdateWeightsRequest.SerializeToString,
             pdmesh_dot_v1_dot_mesh__pb2.MeshUpdateWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetTrafficSplit(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdmesh.v1.Mesh/SetTrafficSplit',
+            pdmesh_dot_v1_dot_mesh__pb2.SetTrafficSplitRequest.SerializeToString,
+            pdmesh_dot_v1_dot_mesh__pb2.SetTrafficSplitResponse.FromString,
             options,
             channel_credentials,
             insecure,

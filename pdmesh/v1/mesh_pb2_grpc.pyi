@@ -78,6 +78,11 @@ class MeshStub:
     began with. It returns when all have answered. INVALID_ARGUMENT names the field; NOT_FOUND: unknown model; FAILED_PRECONDITION: no
     worker could, or the router does not allow changes; UNAVAILABLE: no worker.
     """
+    SetTrafficSplit: _grpc.UnaryUnaryMultiCallable[_mesh_pb2.SetTrafficSplitRequest, _mesh_pb2.SetTrafficSplitResponse]
+    """SetTrafficSplit says which shares of a model's new requests go to which revisions of its workers, at once and on all routers of the
+    registry within seconds; requests that have tokens stay with the weights and formats that they began with. INVALID_ARGUMENT names the
+    field; NOT_FOUND: unknown model; PERMISSION_DENIED: where clients need keys, this needs one with admin.
+    """
 
 @_typing.type_check_only
 class MeshAsyncStub(MeshStub):
@@ -127,6 +132,11 @@ class MeshAsyncStub(MeshStub):
     """UpdateWeights has every worker of a model compute with other weights what comes from then on; requests end on the weights that they
     began with. It returns when all have answered. INVALID_ARGUMENT names the field; NOT_FOUND: unknown model; FAILED_PRECONDITION: no
     worker could, or the router does not allow changes; UNAVAILABLE: no worker.
+    """
+    SetTrafficSplit: _aio.UnaryUnaryMultiCallable[_mesh_pb2.SetTrafficSplitRequest, _mesh_pb2.SetTrafficSplitResponse]  # type: ignore[assignment]
+    """SetTrafficSplit says which shares of a model's new requests go to which revisions of its workers, at once and on all routers of the
+    registry within seconds; requests that have tokens stay with the weights and formats that they began with. INVALID_ARGUMENT names the
+    field; NOT_FOUND: unknown model; PERMISSION_DENIED: where clients need keys, this needs one with admin.
     """
 
 class MeshServicer(metaclass=_abc_1.ABCMeta):
@@ -246,6 +256,17 @@ class MeshServicer(metaclass=_abc_1.ABCMeta):
         """UpdateWeights has every worker of a model compute with other weights what comes from then on; requests end on the weights that they
         began with. It returns when all have answered. INVALID_ARGUMENT names the field; NOT_FOUND: unknown model; FAILED_PRECONDITION: no
         worker could, or the router does not allow changes; UNAVAILABLE: no worker.
+        """
+
+    @_abc_1.abstractmethod
+    def SetTrafficSplit(
+        self,
+        request: _mesh_pb2.SetTrafficSplitRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_mesh_pb2.SetTrafficSplitResponse, _abc.Awaitable[_mesh_pb2.SetTrafficSplitResponse]]:
+        """SetTrafficSplit says which shares of a model's new requests go to which revisions of its workers, at once and on all routers of the
+        registry within seconds; requests that have tokens stay with the weights and formats that they began with. INVALID_ARGUMENT names the
+        field; NOT_FOUND: unknown model; PERMISSION_DENIED: where clients need keys, this needs one with admin.
         """
 
 def add_MeshServicer_to_server(servicer: MeshServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -270,6 +270,7 @@ class WorkerInfo(_message.Message):
     RESTORE_TOKEN_S_FIELD_NUMBER: _builtins.int
     WARM_BLOCKS_FIELD_NUMBER: _builtins.int
     PRIVATE_TIERS_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """worker_id is stable over restarts if the deployment names it."""
     epoch: _builtins.int
@@ -303,6 +304,10 @@ class WorkerInfo(_message.Message):
     private_tiers: _builtins.bool
     """private_tiers: no other worker can fetch what it has in its own tiers alone, as they round it or it restores nothing. Its
     restore_token_s is for prompts that it computes itself.
+    """
+    revision: _builtins.str
+    """revision of the deployment that it belongs to: traffic is split by it (Mesh.SetTrafficSplit), and workers hand over and fetch KV
+    within one. 1 to 64 of A-Z a-z 0-9 . _ - beginning with a letter or digit; empty: none.
     """
     @_builtins.property
     def roles(self) -> _containers.RepeatedScalarFieldContainer[Global___Role.ValueType]:
@@ -371,10 +376,11 @@ class WorkerInfo(_message.Message):
         restore_token_s: _builtins.float = ...,
         warm_blocks: _builtins.int = ...,
         private_tiers: _builtins.bool = ...,
+        revision: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "address", b"address", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "fetch_token_s", b"fetch_token_s", "home_roles", b"home_roles", "host_id", b"host_id", "identity", b"identity", "lacks", b"lacks", "layout", b"layout", "max_adapters", b"max_adapters", "max_context", b"max_context", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "private_tiers", b"private_tiers", "restore_token_s", b"restore_token_s", "roles", b"roles", "transport_reach", b"transport_reach", "transports", b"transports", "warm_blocks", b"warm_blocks", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "address", b"address", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "fetch_token_s", b"fetch_token_s", "home_roles", b"home_roles", "host_id", b"host_id", "identity", b"identity", "lacks", b"lacks", "layout", b"layout", "max_adapters", b"max_adapters", "max_context", b"max_context", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "private_tiers", b"private_tiers", "restore_token_s", b"restore_token_s", "revision", b"revision", "roles", b"roles", "transport_reach", b"transport_reach", "transports", b"transports", "warm_blocks", b"warm_blocks", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

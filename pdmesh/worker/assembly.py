@@ -418,6 +418,7 @@ class Worker:
             restore_token_s=0.0 if self.tiers is None else self.tiers.token_s,
             private_tiers=self.tiers is not None and self._config.tiers.private,
             warm_blocks=self._warmer.max_blocks,
+            revision=self._config.revision,
         )
 
 

@@ -106,6 +106,9 @@ class WorkerConfig:
     transfer_port: int = field(default=0, metadata={"help": "port of the KV receiver (tcp; nixl takes any); 0 picks a free one"})
     transports: tuple[str, ...] = field(default=defaults(), metadata={"help": _TRANSPORTS_HELP})
     worker_id: str = field(default="", metadata={"help": "name of this worker, stable over restarts; empty: a random one"})
+    revision: str = field(
+        default="", metadata={"help": "revision of the deployment that it belongs to, for `pdmesh rollout`; empty: none"}
+    )
     redis: str = field(
         default="", metadata={"help": "URL of the registry; empty: routers list this worker in --workers", "secret": True}
     )
@@ -132,7 +135,7 @@ class WorkerConfig:
         _require(bool(self.transports), "transports", f"give one or more of {', '.join(TRANSPORTS)}")
         unknown = set(self.transports) - set(TRANSPORTS)
         _require(not unknown, "transports", f"{', '.join(sorted(unknown))} unknown; there are {', '.join(TRANSPORTS)}")
-        for name in ("worker_id", "mesh"):
+        for name in ("worker_id", "revision", "mesh"):
             value = getattr(self, name)
             _require(not value or bool(_ID.fullmatch(value)), name, f"{value[:80]!r} is not 1 to 64 of A-Z a-z 0-9 . _ -")
         for name in ("port", "transfer_port"):

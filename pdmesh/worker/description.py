@@ -66,6 +66,7 @@ class Description:
     restore_token_s: float
     private_tiers: bool
     warm_blocks: int
+    revision: str
 
     def info(self) -> worker_pb2.WorkerInfo:
         """Return the message to register, with the present roles and adapters."""
@@ -93,6 +94,7 @@ class Description:
             restore_token_s=self.restore_token_s,
             private_tiers=self.private_tiers,
             warm_blocks=self.warm_blocks,
+            revision=self.revision,
         )
 
 
@@ -110,6 +112,7 @@ def describe(
     restore_token_s: float = 0.0,
     private_tiers: bool = False,
     warm_blocks: int = 0,
+    revision: str = "",
 ) -> Description:
     """Return the description of a worker around an engine with these facts."""
     return Description(
@@ -126,4 +129,5 @@ def describe(
         restore_token_s=restore_token_s,
         private_tiers=private_tiers,
         warm_blocks=warm_blocks,
+        revision=revision,
     )

@@ -128,6 +128,12 @@ class Frontend:
         weights = FleetWeights(self.core.fleet, may_change=self.core.config.lets_clients_change_adapters)
         return await weights.update(self.model_of(request.model).name, request.folder)
 
+    async def set_traffic_split(self, request: mesh_pb2.SetTrafficSplitRequest) -> mesh_pb2.SetTrafficSplitResponse:
+        """Split a model's new requests between revisions of its workers. Raises MeshError."""
+        weights = [(each.revision, each.weight) for each in request.weights]
+        split = await self.core.rollouts.set(self.model_of(request.model).name, weights)
+        return mesh_pb2.SetTrafficSplitResponse(split=split)
+
     def adapters(self) -> mesh_pb2.ListMeshAdaptersResponse:
         """Return all adapters, with the workers that have them."""
         return self.core.adapters.listed(self.core.models)

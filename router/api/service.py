@@ -76,3 +76,8 @@ class MeshService(MeshServicer):
         self, request: mesh_pb2.MeshUpdateWeightsRequest, context: _ServicerContext
     ) -> mesh_pb2.MeshUpdateWeightsResponse:
         return await self._frontend.update_weights(request)
+
+    async def SetTrafficSplit(
+        self, request: mesh_pb2.SetTrafficSplitRequest, context: _ServicerContext
+    ) -> mesh_pb2.SetTrafficSplitResponse:
+        return await self._frontend.set_traffic_split(request)

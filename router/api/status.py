@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from pdmesh.planning.objectives import ModelObjective
 from pdmesh.v1 import common_pb2, mesh_pb2, worker_pb2
 from router.context import RouterContext
-from router.fleet.circuit_breaker import BreakerStatuses
+from router.fleet.circuit_breaker import BreakerStatuses, Role
 from router.fleet.worker import Worker
 from router.flow_control.capacity import Tally
-from router.routing.worker_snapshot import WorkerSnapshot
+from router.routing.worker_snapshot import WorkerKey, WorkerSnapshot
 from router.telemetry.traffic import traffic_status
 
 
@@ -66,7 +66,13 @@ def status(core: RouterContext, objectives: Sequence[ModelObjective], *, registr
         traffic=traffic_status(core.traffic, now),
         epoch=core.epoch,
         num_processes=core.config.sharers,
+        splits=core.rollouts.described(core.models, _failing(core)),
     )
+
+
+def _failing(core: RouterContext) -> frozenset[WorkerKey]:
+    failing = core.health_recorder.health.failing
+    return frozenset((*failing(Role.DECODE), *failing(Role.PREFILL)))
 
 
 def _tally(tenant: str, priority: int, tally: Tally) -> mesh_pb2.AdmissionStatus:

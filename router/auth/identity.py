@@ -33,11 +33,12 @@ OPEN_METHODS = (
 ADMIN_METHODS = (
     "/pdmesh.v1.Mesh/GetStatus",
     "/pdmesh.v1.Mesh/Explain",
+    "/pdmesh.v1.Mesh/SetTrafficSplit",
     "/vllm.grpc.engine.VllmEngine/GetLoads",
     "/vllm.grpc.engine.VllmEngine/GetServerInfo",
     "/vllm.grpc.engine.VllmEngine/SubscribeKvEvents",
 )
-"""Methods that show requests of all tenants."""
+"""Methods that show requests of all tenants, or direct them."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
         shown = metadata.get("authorization")
         caller = _checked(self._store, shown if isinstance(shown, str) else "")
         if method in ADMIN_METHODS and not caller.admin:
-            raise PermissionDenied("this shows requests of all tenants: it needs a key with admin")
+            raise PermissionDenied("this is about requests of all tenants: it needs a key with admin")
         return caller
 
 

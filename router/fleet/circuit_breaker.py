@@ -109,6 +109,11 @@ class CircuitBreaker:
         """Return the workers whose breaker in this role is not CLOSED."""
         return [worker for worker, judged in self._suspects if judged is role]
 
+    def failing(self, role: Role) -> list[WorkerKey]:
+        """Return the workers whose breaker in this role is not CLOSED because requests failed there, not as they are slow."""
+        suspects = ((worker, self._breakers.get((worker, role))) for worker in self.suspects_of(role))
+        return [worker for worker, breaker in suspects if breaker is not None and breaker.errors > breaker.successes]
+
     def breaker(self, worker: WorkerKey, role: Role) -> Breaker | None:
         """Return the breaker as of the worker's last result; None when there was none, or a long time ago."""
         return self._breakers.get((worker, role))

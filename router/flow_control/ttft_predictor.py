@@ -52,13 +52,14 @@ class TtftPredictor:
         now, context = time.monotonic(), round(routing_request.num_choices * routing_request.num_tokens)
         if now >= self._idle_until or len(self._idle) > MAX_IDLE:
             self._idle, self._idle_until = {}, now + IDLE_FOR_S
-        key = (routing_request.model, routing_request.kind, routing_request.num_choices, context // CONTEXT_STEP)
+        routed = (routing_request.model, routing_request.kind, routing_request.revision)
+        key = (*routed, routing_request.num_choices, context // CONTEXT_STEP)
         if key not in self._idle:
             self._idle[key] = self._look_for_idle(routing_request, context)
         return self._idle[key]
 
     def _look_for_idle(self, routing_request: RoutingRequest, context: int) -> float | None:
-        pools = self._core.fleet.fleet_snapshot.pools(routing_request.model, routing_request.kind)
+        pools = self._core.fleet.fleet_snapshot.pools(routing_request.model, routing_request.kind, routing_request.revision)
         views = [estimate.view for pool in pools for estimate in pool.estimates.values() if estimate.view.decode]
         speeds = [view.idle_tpot_s(routing_request.num_choices, context) for view in views]
         told = [tpot_s for tpot_s in speeds if tpot_s is not None]

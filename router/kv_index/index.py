@@ -227,8 +227,8 @@ class PrefixIndex:
         return found
 
     def remember(self, prepared: PreparedRequest, infos: Iterable[worker_pb2.WorkerInfo]) -> None:
-        """Record that the prompt's blocks are, or will soon be, on these workers, as they were when the request was placed:
-        a change of weights gives blocks other names. A worker that is gone is ignored, since nothing would remove its entry again."""
+        """Record that the prompt's blocks are, or will soon be, on these workers, as they were when the request was placed: a
+        change of weights gives blocks other names. One that is gone is ignored, since nothing would remove its entry again."""
         self._looked_up.pop(prepared, None)
         for info in infos:
             names = _names(prepared, info)

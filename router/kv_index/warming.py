@@ -187,7 +187,8 @@ class FleetWarming:
         current = worker.current if worker is not None else None
         if current is None or current.info.epoch != key[1] or key in self._fleet.suspects or warming.tries[key] >= MAX_TRIES:
             return False
-        return current.info.identity == warming.info.identity and current.info.layout == warming.info.layout
+        info, ours = current.info, warming.info
+        return info.identity == ours.identity and info.layout == ours.layout and info.revision == ours.revision
 
     def _waiting_tokens(self, key: WorkerKey) -> int:
         current = self._fleet.workers[key[0]].current

@@ -130,4 +130,5 @@ def _can_send(core: RouterContext, dispatch: Dispatch, ours: worker_pb2.WorkerIn
     current = worker.current if worker is not None else None
     if current is None or current.info.epoch != key[1]:
         return False
-    return current.info.identity == ours.identity and current.info.layout == ours.layout
+    info = current.info
+    return info.identity == ours.identity and info.layout == ours.layout and info.revision == ours.revision

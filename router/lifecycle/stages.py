@@ -216,8 +216,11 @@ class AccountStage:
             self._core.fleet.openings.fire()
 
     def _report(self, request: Request, error: BaseException | None) -> None:
-        prepared, trace = request.prepared, request.trace
+        prepared, trace, parts = request.prepared, request.trace, request.timings.parts
         trace.ended(request.timings, request.brought, error)
+        if request.decision is not None:
+            decode = request.decision.placement.decode
+            self._core.rollouts.ended(decode, error, parts.ttft_ns / 1e9, parts.tpot_ns / 1e9)
         self._core.metrics.ended(
             prepared,
             goals_ms(self._core, prepared),

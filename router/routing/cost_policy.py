@@ -73,7 +73,7 @@ class PredictPolicy:
         """Return the placement of one request; equal snapshots get equal answers."""
         candidates: list[Candidate] = []
         decodes: list[WorkerEstimate] = []
-        for pool in fleet_snapshot.pools(routing_request.model, routing_request.kind):
+        for pool in fleet_snapshot.pools(routing_request.model, routing_request.kind, routing_request.revision):
             shortlisted, found = self._search(pool, routing_request, now)
             decodes += shortlisted
             candidates += found

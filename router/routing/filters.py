@@ -20,7 +20,8 @@ from router.routing.worker_snapshot import Mode, WorkerKey, WorkerSnapshot
 class RoutingRequest:
     """Hold what a request needs. `cached_tokens` by worker; `restorable_tokens`: those that it has in its pool or its tiers;
     empty while no worker has tiers; `kind` pins the kind of worker that the request started on;
-    `session_workers`: the last ones of its session, the decode worker first, which are taken among equals.
+    `session_workers`: the last ones of its session, the decode worker first, which are taken among equals. `revision`: the one to
+    which the split of traffic sends it; None: any.
 
     It is never changed. It is not frozen, because each decision makes one and freezing takes three times as long.
 
@@ -44,6 +45,7 @@ class RoutingRequest:
     adapter: AdapterId | None = None
     session_workers: tuple[WorkerKey, ...] = ()
     restorable_tokens: Mapping[WorkerKey, int] = field(default_factory=dict)
+    revision: str | None = None
 
     def uncached(self, worker: WorkerSnapshot) -> int:
         """Return the tokens that `worker` has to compute or receive: at least one, as the last is never served from cache."""
@@ -138,9 +140,9 @@ class NoPlacement:
 
 
 def same_kind(worker: WorkerSnapshot, routing_request: RoutingRequest) -> bool:
-    """Return True if `worker` serves the model and is of the kind that the request started on, if any."""
+    """Return True if `worker` serves the model, is of the kind that the request started on, if any, and of its revision."""
     is_kind = worker.model == routing_request.model and routing_request.kind in (None, worker.kind)
-    return is_kind and has_adapter(worker, routing_request)
+    return is_kind and routing_request.revision in (None, worker.revision) and has_adapter(worker, routing_request)
 
 
 def has_adapter(worker: WorkerSnapshot, routing_request: RoutingRequest) -> bool:
@@ -187,8 +189,9 @@ def blocks_for(num_tokens: int, worker: WorkerSnapshot) -> int:
 
 
 def compatible(prefill: WorkerSnapshot, decode: WorkerSnapshot) -> bool:
-    """Return True if the pair can hand KV over: equal identity, a layout that converts, and a transport that reaches."""
-    if prefill.identity != decode.identity or (prefill.address == decode.address and prefill.epoch == decode.epoch):
+    """Return True if the pair can hand KV over: equal identity and revision, a layout that converts, and a transport that
+    reaches."""
+    if prefill.identity != decode.identity or prefill.revision != decode.revision or prefill.key == decode.key:
         return False
     if prefill.layout is decode.layout and prefill.transports is decode.transports and prefill.transports.reach_all:
         return True  # most pairs are alike, and most decisions ask about dozens of them

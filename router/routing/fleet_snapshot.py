@@ -1,7 +1,8 @@
 """The workers of a fleet, ranked, so that a routing decision examines a few of thousands.
 
-A pool is all workers of one model and identity. It keeps three rankings, each by a number that follows from one worker's snapshot
-and is updated with it: cost of decoding a request, cost of the whole request (aggregated), time to prefill a prompt. Pure.
+A pool is all workers of one model, identity and revision. It keeps three rankings, each by a number that follows from one
+worker's snapshot and is updated with it: cost of decoding a request, cost of the whole request (aggregated), time to prefill a
+prompt. Pure.
 """
 
 import math
@@ -96,10 +97,11 @@ class Speeds:
 
 
 class Pool:
-    """Hold the workers of one model and identity, by address. `aggregated_ranking`: decode workers, by the cost of LOCAL."""
+    """Hold the workers of one model, identity and revision, by address. `aggregated_ranking`: decode workers, by the cost of
+    LOCAL."""
 
-    def __init__(self, model: str, identity: tuple[object, ...]) -> None:
-        self.model, self.identity = model, identity
+    def __init__(self, model: str, identity: tuple[object, ...], revision: str = "") -> None:
+        self.model, self.identity, self.revision = model, identity, revision
         self.estimates: dict[str, WorkerEstimate] = {}
         self.decode_ranking = Ranking()
         self.aggregated_ranking = Ranking()
@@ -157,7 +159,7 @@ class FleetSnapshot:
     """Hold all pools. Pure; `FleetRegistry` keeps it up to date."""
 
     def __init__(self, views: Iterable[WorkerSnapshot] = ()) -> None:
-        self._pools: dict[tuple[str, tuple[object, ...]], Pool] = {}
+        self._pools: dict[tuple[str, tuple[object, ...], str], Pool] = {}
         self._pool_at: dict[str, Pool] = {}
         for view in views:
             self.put(view.address, view)
@@ -184,9 +186,13 @@ class FleetSnapshot:
         """Return the snapshots of all workers."""
         return (estimate.view for pool in self._pools.values() for estimate in pool.estimates.values())
 
-    def pools(self, model: str, kind: tuple[object, ...] | None = None) -> list[Pool]:
-        """Return the pools that serve `model`; with a kind, only those of its identity."""
-        return [pool for pool in self._pools.values() if pool.model == model and (kind is None or pool.identity == kind[0])]
+    def pools(self, model: str, kind: tuple[object, ...] | None = None, revision: str | None = None) -> list[Pool]:
+        """Return the pools that serve `model`; with a kind, only those of its identity, with a revision only those of it."""
+        return [
+            pool
+            for pool in self._pools.values()
+            if pool.model == model and (kind is None or pool.identity == kind[0]) and revision in (None, pool.revision)
+        ]
 
     def get(self, address: str) -> WorkerEstimate | None:
         """Return the estimate of the worker at `address`; None if it takes no work."""
@@ -195,26 +201,31 @@ class FleetSnapshot:
 
     def pool_of(self, view: WorkerSnapshot) -> Pool:
         """Return the pool of a worker of this fleet."""
-        return self._pools[(view.model, view.identity)]
+        return self._pools[view.model, view.identity, view.revision]
 
     def peers(self, view: WorkerSnapshot, *, prefill: bool) -> Iterator[WorkerSnapshot]:
-        """Yield the workers of this worker's kind that prefill, else those that decode; itself included."""
-        pool = self.pool_of(view)
-        for address in (pool.prefill_ranking if prefill else pool.decode_ranking).names:
-            other = pool.estimates[address].view
-            if other.layout.kv_dtype == view.layout.kv_dtype:
-                yield other
+        """Yield the workers of this worker's kind, of any revision, that prefill, else those that decode; itself included."""
+        for pool in self.pools(view.model, (view.identity,)):
+            for address in (pool.prefill_ranking if prefill else pool.decode_ranking).names:
+                other = pool.estimates[address].view
+                if other.layout.kv_dtype == view.layout.kv_dtype:
+                    yield other
 
     def _pool_for(self, view: WorkerSnapshot, before: Pool | None) -> Pool:
-        if before is not None and before.identity is view.identity and before.model == view.model:
+        if before is not None and _is_of(before, view):
             return before  # nearly always, and there are thousands of reports in a second
-        return self._pools.setdefault((view.model, view.identity), Pool(view.model, view.identity))
+        key = (view.model, view.identity, view.revision)
+        return self._pools.setdefault(key, Pool(*key))
 
     def _forget(self, pool: Pool, address: str) -> None:
         del self._pool_at[address]
         pool.drop(address)
         if not pool.estimates:
-            del self._pools[pool.model, pool.identity]
+            del self._pools[pool.model, pool.identity, pool.revision]
+
+
+def _is_of(pool: Pool, view: WorkerSnapshot) -> bool:
+    return pool.identity is view.identity and pool.model == view.model and pool.revision == view.revision
 
 
 def is_usable(model: LatencyModel) -> bool:

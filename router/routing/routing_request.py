@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from pdmesh.planning.objectives import Bounds
 from pdmesh.v1 import common_pb2
 from router.context import RouterContext
-from router.routing.filters import RoutingRequest
+from router.fleet.rollouts import Weights, choose
+from router.routing.filters import RoutingRequest, can_decode, same_kind
 from router.routing.worker_reports import fingerprint_for, kind_of
 from router.routing.worker_snapshot import Mode, WorkerKey
 from router.tokenization.prepared_request import PreparedRequest
@@ -29,7 +30,7 @@ def routing_request_of(
     ttft_goal_ms, tpot_goal_ms = goals_ms(core, prepared)
     running_tpot_ms = objective.tpot_ms if objective is not None else 0
     held = core.prefixes.look_up(prepared)
-    return RoutingRequest(
+    routing_request = RoutingRequest(
         model=prepared.model.name,
         num_tokens=len(prepared.prompt) + num_emitted,
         num_choices=prepared.num_choices,
@@ -47,6 +48,21 @@ def routing_request_of(
         session_workers=core.sessions.workers_of(prepared, core.fleet.is_gone) if prepared.session_id else (),
         restorable_tokens=held.restorable,
     )
+    if weights := core.rollouts.weights(prepared.model.name):
+        routing_request.revision = _revision(core, prepared, routing_request, weights)
+    return routing_request
+
+
+def _revision(core: RouterContext, prepared: PreparedRequest, routing_request: RoutingRequest, weights: Weights) -> str | None:
+    """Return the revision that the split of traffic sends the request to; None: none of it can take it now, so any may."""
+
+    def can_take(revision: str) -> bool:
+        pools = core.fleet.fleet_snapshot.pools(routing_request.model, routing_request.kind, revision)
+        views = (estimate.view for pool in pools for estimate in pool.estimates.values())
+        return any(can_decode(view, routing_request) and same_kind(view, routing_request) for view in views)
+
+    session = f"session {prepared.tenant} {prepared.session_id}" if prepared.session_id else f"request {prepared.request_id}"
+    return choose(weights, f"{prepared.model.name} {session}", can_take)
 
 
 def kind_of_resumed(core: RouterContext, prepared: PreparedRequest) -> tuple[object, ...] | None:

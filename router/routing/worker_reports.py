@@ -70,6 +70,7 @@ class Described(NamedTuple):
     restore_token_s: float = 0.0
     private_tiers: bool = False
     system_fingerprint: str = ""
+    revision: str = ""
 
 
 def fingerprint_for(described: Described, adapter: AdapterId | None) -> str:
@@ -117,6 +118,7 @@ def describe(info: worker_pb2.WorkerInfo) -> Described:
         restore_token_s=_token_s(info.restore_token_s),
         private_tiers=info.private_tiers,
         system_fingerprint=fingerprint_of(info),
+        revision=info.revision,
     )
 
 
@@ -173,6 +175,7 @@ def snapshot_of(
         fetch_token_s=described.fetch_token_s,
         restore_token_s=_restore_token_s(described, load),
         private_tiers=described.private_tiers,
+        revision=described.revision,
     )
 
 

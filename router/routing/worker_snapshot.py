@@ -37,7 +37,7 @@ class WorkerSnapshot:
     that it computes again draws the same tokens; `shares_prompts`: a prompt much shorter than the oldest one shares its steps;
     `can_embed`: it computes embeddings. `fetch_token_s`: in which a token's KV comes from another worker, 0: it fetches none;
     `restore_token_s`: in which it comes from the worker's own tiers, 0: it has none; `private_tiers`: no other worker fetches
-    from these.
+    from these. `revision` of the deployment that it belongs to: only workers of one pair.
     `penalty_s`: estimated seconds by which a placement there costs more than the numbers say.
     """
 
@@ -87,6 +87,7 @@ class WorkerSnapshot:
     fetch_token_s: float = 0.0
     restore_token_s: float = 0.0
     private_tiers: bool = False
+    revision: str = ""
 
     @property
     def key(self) -> WorkerKey:

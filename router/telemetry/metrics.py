@@ -88,6 +88,14 @@ PREDICTION_MISS = histogram(
 )
 DECISION_TIME = histogram("pdmesh.policy.decision", "Duration of a placement decision", _DECISION_S, ("policy",), unit="s")
 
+REVISION_REQUESTS = counter(
+    "pdmesh.revision.requests",
+    "Requests that have ended, by the revision of the workers that they were last placed on; of those that name one",
+    (MODEL, "revision", "error.type"),
+)
+REVISION_TTFT = histogram("pdmesh.revision.ttft", "Their time to the first token", _TTFT_S, (MODEL, "revision"), unit="s")
+REVISION_TPOT = histogram("pdmesh.revision.tpot", "Their time per output token", _TPOT_S, (MODEL, "revision"), unit="s")
+
 DECISIONS = counter("pdmesh.policy.decisions", "Placement decisions", ("policy", "mode"))
 MIGRATIONS = counter("pdmesh.migrations", "Requests that moved to another decode worker while they ran")
 HEDGES = counter("pdmesh.hedges", "Prompts that were given to another worker because the first was late")
@@ -115,7 +123,7 @@ TIER_BLOCKS = gauge("pdmesh.prefix.index.tier.blocks", "The same of workers' tie
 
 PER_REQUEST = (
     DURATION, TTFT, TPOT, TOKEN_USAGE, REQUESTS, TOKENS, TTFT_PART, HANDOFF_PART, RETRIES, RESUBMISSIONS, PREDICTION_ERROR,
-    PREDICTION_MISS, DECISION_TIME,
+    PREDICTION_MISS, DECISION_TIME, REVISION_REQUESTS, REVISION_TTFT, REVISION_TPOT,
 )  # fmt: skip
 AT_SCRAPE = (
     DECISIONS, MIGRATIONS, HEDGES, MISMATCHES, REDRAWN, ARRIVALS, ADMITTED, WAITED, REFUSED, INFLIGHT, QUEUED, MAX_INFLIGHT,
@@ -252,8 +260,17 @@ class RequestMetrics:
         met = verdict(parts, goals, problem)
         labels = (*_class_of(prepared), _MODES.get(parts.mode, ""))
         self.metrics.add(REQUESTS, 1, *labels, error_type, _word(met.ttft), _word(met.tpot))
+        if decision is not None and (revision := decision.placement.decode.revision):
+            self._of_revision(prepared.model.name, revision, parts, error_type)
         if problem is None and decision is not None:
             self._predicted(prepared, parts, decision)
+
+    def _of_revision(self, model: str, revision: str, parts: mesh_pb2.Timings, error_type: str) -> None:
+        self.metrics.add(REVISION_REQUESTS, 1, model, revision, error_type)
+        if parts.ttft_ns:
+            self.metrics.observe(REVISION_TTFT, parts.ttft_ns / 1e9, model, revision)
+        if parts.tpot_ns:
+            self.metrics.observe(REVISION_TPOT, parts.tpot_ns / 1e9, model, revision)
 
     def _measured(self, prepared: PreparedRequest, parts: mesh_pb2.Timings, error_type: str, trace: str) -> None:
         observe = self.metrics.observe

@@ -54,7 +54,12 @@ _FIRST_OF_ROUTER = _names(
         "grpc.health.v1.Health": "Check Watch List",
     }
 )
-ROUTER_METHODS = (*_FIRST_OF_ROUTER, "vllm.grpc.engine.VllmEngine.SubscribeKvEvents", "pdmesh.v1.Mesh.UpdateWeights")
+ROUTER_METHODS = (
+    *_FIRST_OF_ROUTER,
+    "vllm.grpc.engine.VllmEngine.SubscribeKvEvents",
+    "pdmesh.v1.Mesh.UpdateWeights",
+    "pdmesh.v1.Mesh.SetTrafficSplit",
+)
 WORKER_METHODS = (*_FIRST_OF_WORKER, *_names({"pdmesh.v1.WorkerControl": "SendBlocks WatchBlocks WarmPrefix UpdateWeights"}))
 """Methods, in the order of their numbers in kept inputs: new ones come last. A run finds one that is missing."""
 

@@ -82,6 +82,17 @@ def test_a_failed_probe_ejects_for_longer_and_a_lost_one_is_not_waited_for() -> 
     assert judged.ejected(P, [A, B], now + 5) == frozenset()
 
 
+def test_a_worker_that_fails_is_told_from_one_that_is_slow() -> None:
+    judged = health()
+    fail(judged, A, 1.0)
+    for _ in range(8):
+        for peer in WORKERS[1:]:
+            judged.measured(peer, P, 9.0 if peer == B else 1.0, WORKERS[1:], 1.0)
+            judged.succeeded(peer, P, 1.0)
+    assert set(judged.suspects_of(P)) == {A, B}
+    assert judged.failing(P) == [A] and judged.failing(D) == []
+
+
 def test_a_worker_far_slower_than_its_peers_is_left_out() -> None:
     judged = health()
     for _ in range(6):

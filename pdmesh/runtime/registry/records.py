@@ -83,6 +83,8 @@ def check_worker(info: worker_pb2.WorkerInfo) -> None:
     if len(info.transport_reach) > 16 or not {each.transport for each in info.transport_reach} <= set(info.transports):
         raise InvalidRecord("transport_reach is about more than the transports")
     _check_text("host_id", info.host_id)
+    if info.revision:
+        check_id("revision", info.revision)
 
 
 def split(value: bytes) -> tuple[int, bytes]:

@@ -49,8 +49,8 @@ class _Whole(AnswerBody):
     """Seconds since 1970."""
     model: str
     system_fingerprint: str | None
-    """Of what computed the answer: weights, formats of numbers, adapter. Equal seeds give equal tokens where it is equal. Null where
-    the workers do not say which weights they have."""
+    """Of what computed the answer: weights, formats of numbers, adapter. Equal seeds give equal tokens where it is equal. Null
+    where the workers do not say which weights they have."""
     usage: Usage
     pdmesh: list[Report]
     """One entry for each prompt."""

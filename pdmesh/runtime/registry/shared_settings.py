@@ -1,0 +1,124 @@
+"""Settings that clients change while a mesh runs, and that its routers share: a hash in Redis.
+
+    put ─► this router at once ─► Redis ─► the others at their next refresh, restarts of any router included
+
+Without Redis a router remembers by itself, as long as it runs. While Redis is away each router goes on with what it knows; what
+was put meanwhile is written as soon as it is back.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Hashable, Mapping
+from typing import Generic, TypeVar, cast
+
+from redis.asyncio import Redis
+
+from pdmesh.runtime.registry import records
+from pdmesh.runtime.registry.redis_link import RedisLink
+from pdmesh.runtime.rpc.mesh_secret import MeshSecret
+
+MAX_ENTRIES = 4096
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+logger = logging.getLogger(__name__)
+
+
+class SharedSettings(ABC, Generic[K, V]):
+    """Hold entries by key; `refresh` exchanges them with Redis. What it holds is checked: another program may have written it."""
+
+    def __init__(self, url: str, mesh: str, name: str, secret: MeshSecret | None = None) -> None:
+        """Keep them under `name` in Redis; without a `url` nothing is exchanged. With `secret` entries are sealed and others
+        ignored. Raises ConfigError for a malformed URL."""
+        self._secret = secret
+        self._ignored: set[bytes] = set()
+        self._of_former_secret: set[K] = set()
+        self._link = RedisLink(url) if url else None
+        self._name, self._redis_key = name, f"pdmesh:{records.check_id('mesh', mesh)}:{name}"
+        self._entries: dict[K, V] = {}
+        self._unwritten: set[K] = set()
+
+    @abstractmethod
+    def _dump(self, key: K, value: V) -> tuple[str, str]:
+        """Return the field of the hash and its value."""
+
+    @abstractmethod
+    def _load(self, field: bytes, value: bytes) -> tuple[K, V] | None:
+        """Return an entry; None, or a ValueError or TypeError, for one that no router wrote."""
+
+    @property
+    def entries(self) -> Mapping[K, V]:
+        """Return what is known now."""
+        return self._entries
+
+    async def put(self, key: K, value: V) -> None:
+        """Remember it. While Redis is away this router alone knows; the next `refresh` tells the others."""
+        self._entries[key] = value
+        self._unwritten.add(key)
+        await self._write()
+
+    async def refresh(self) -> None:
+        """Write what Redis lacks, then take over what it holds. Entries are changed and never deleted: one that is missing there
+        was lost with a Redis that came back empty."""
+        if self._link is None or not await self._write():
+            return
+        stored = await self._link.call(self._read)
+        if stored is not None and not self._unwritten:
+            lost = {key: value for key, value in self._entries.items() if key not in stored} if len(stored) < MAX_ENTRIES else {}
+            self._entries = {**lost, **stored}
+            for key in (*lost, *self._of_former_secret & stored.keys()):  # those are sealed again before that secret is removed
+                await self.put(key, self._entries[key])
+            self._of_former_secret.clear()
+
+    async def close(self) -> None:
+        """Close the connection."""
+        if self._link is not None:
+            await self._link.close()
+
+    async def _write(self) -> bool:
+        if self._link is None:
+            self._unwritten.clear()
+            return False
+        for key in list(self._unwritten):
+            field, value = self._dump(key, self._entries[key])
+            sealed = value if self._secret is None else self._secret.seal(field, 0, value.encode())
+            if await self._link.call(lambda redis, f=field, v=sealed: _put(redis, self._redis_key, f, v)) is None:  # type: ignore[misc]
+                return False
+            self._unwritten.discard(key)
+        return True
+
+    async def _read(self, redis: Redis) -> dict[K, V]:
+        stored = await cast("Awaitable[dict[bytes, bytes]]", redis.hgetall(self._redis_key))
+        opened = (self._opened(field, value) for field, value in list(stored.items())[:MAX_ENTRIES])
+        return dict(entry for entry in opened if entry is not None)
+
+    def _opened(self, field: bytes, value: bytes) -> tuple[K, V] | None:
+        if self._secret is None:
+            return self._checked(field, value)
+        try:
+            content = self._secret.unseal(field.decode(), 0, value, ages=False)
+        except ValueError as error:
+            if field not in self._ignored:
+                self._ignored.add(field)
+                logger.warning("the entry %a of %s in Redis is ignored: %s", field[:200], self._name, error)
+            return None
+        entry = self._checked(field, content)
+        if entry is not None and not self._secret.is_newest_seal(field.decode(), 0, value):
+            self._of_former_secret.add(entry[0])
+        return entry
+
+    def _checked(self, field: bytes, value: bytes) -> tuple[K, V] | None:
+        try:
+            entry = self._load(field, value)
+        except (ValueError, TypeError):
+            entry = None
+        if entry is None:
+            logger.warning("an entry of %s in Redis is ignored: %a is none", self._name, field[:200])
+        return entry
+
+
+async def _put(redis: Redis, key: str, field: str, value: str | bytes) -> int:
+    return int(await redis.hset(key, field, value))
