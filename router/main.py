@@ -102,6 +102,7 @@ class Router:
         self.metrics_url = await self.metrics.start()
         if self.keys is not None:
             await self.keys.start()
+        await self.core.rollouts.start()
         if self.http is not None:
             await self.http.start()
         port = await self.server.start()
@@ -115,7 +116,6 @@ class Router:
             self.shared.start()
         self.tenants.start()
         self.core.adapters.start()
-        self.core.rollouts.start()
         if self.batches is not None:
             await self.batches.start()
         self._health = asyncio.create_task(self._follow_readiness(), name="health")

@@ -436,6 +436,9 @@ def _set_numbers(sampling: common_pb2.SamplingParams) -> dict[str, float]:
 
 
 def traffic_split(model: str, weights: Mapping[str, int]) -> mesh_pb2.SetTrafficSplitRequest:
-    """Return the request. Raises ValueError for a weight that is no number from 0 to 2^32 - 1."""
+    """Return the request. Raises InvalidArgument for what no message can hold."""
+    for revision, weight in weights.items():
+        if not isinstance(weight, int) or not 0 <= weight < 1 << 32:
+            raise InvalidArgument("weights", f"the weight of {revision[:80]!r} is {weight!r}; give a whole number from 0")
     shares = [mesh_pb2.RevisionWeight(revision=revision, weight=weight) for revision, weight in weights.items()]
     return mesh_pb2.SetTrafficSplitRequest(model=model, weights=shares)

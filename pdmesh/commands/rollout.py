@@ -7,19 +7,26 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from google.protobuf.json_format import MessageToJson
 
 from pdmesh.client.client import Client
 from pdmesh.commands.options import Connection, flat
+from pdmesh.errors import FailedPrecondition, InvalidArgument, MeshError
+from pdmesh.runtime.registry.records import NO_REVISION as UNNAMED
 from pdmesh.v1 import mesh_pb2
-
-UNNAMED = "-"
-"""What the command calls workers that name no revision."""
 
 PARTS = 10_000
 """Sum of the weights that steps set: a step may be a hundredth of a percent."""
+MAX_WEIGHT = 1_000_000
+
 CHECK_S = 1.0
+FEWEST_FAILED = 2
+"""One request that failed says nothing yet."""
+NUM_TRIES_BACK, RETRY_S = 5, 2.0
+WENT_BACK = 3
+"""Exit code of a rollout that went back."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +36,7 @@ class Options:
     weights: tuple[str, ...] = field(
         default=(),
         metadata={
-            "help": "REVISION=WEIGHT of each (-: workers that name none), also as bare words; empty: show",
+            "help": f"REVISION=WEIGHT of each ({UNNAMED}: workers without one), also as bare words; empty: show",
             "positional": True,
         },
     )
@@ -63,26 +70,29 @@ def parse(shares: tuple[str, ...]) -> dict[str, int]:
     weights = dict[str, int]()
     for share in shares:
         revision, equals, number = share.partition("=")
-        if not revision or not equals or not number.isdecimal():
-            raise ValueError(f"weights: {share[:80]!r} is not REVISION=WEIGHT with a whole number, such as green=10")
-        name = "" if revision == UNNAMED else revision
-        if name in weights:
+        if not revision or not equals or not number.isdecimal() or int(number[:9]) > MAX_WEIGHT or len(number) > 9:
+            raise ValueError(f"weights: {share[:80]!r} is not REVISION=WEIGHT with a whole number up to {MAX_WEIGHT}")
+        if named(revision) in weights:
             raise ValueError(f"weights: {revision[:80]!r} is named twice")
-        weights[name] = int(number)
+        weights[named(revision)] = int(number)
     return weights
 
 
+def named(revision: str) -> str:
+    """Return the revision as messages have it."""
+    return "" if revision == UNNAMED else revision
+
+
 def run(options: Options) -> int:
-    """Run the command; return 0 when it is done, 1 when a rollout went back."""
+    """Run the command; return 0 when it is done, WENT_BACK when a rollout went back."""
+    timeout = options.connection.timeout
     with options.connection.client() as client:
         if options.to:
             return Rollout(client, options).run()
         if options.weights or options.clear:
-            timeout = options.connection.timeout
             shown = [client.split_traffic(parse(options.weights), model=options.model, timeout=timeout)]
         else:
-            status = client.status(timeout=options.connection.timeout)
-            shown = [split for split in status.splits if options.model in ("", split.model)]
+            shown = [each for each in client.status(timeout=timeout).splits if options.model in ("", each.model)]
     if options.json:
         print("\n".join(MessageToJson(split, always_print_fields_with_no_presence=True) for split in shown))
     else:
@@ -98,9 +108,9 @@ def in_words(split: mesh_pb2.TrafficSplit) -> str:
 
 
 def _share(share: mesh_pb2.RevisionShare, total: int) -> str:
-    part = f"{share.weight / total:.4g}".rstrip(".") if total else "-"
+    part = f"{share.weight / total:.4g}" if total else "-"
     told = f"{share.revision or UNNAMED}: share {part}, {share.num_prefill_workers} prefill, {share.num_decode_workers} decode"
-    told += f", {share.num_running} running, {share.num_failed} of {share.num_ended} failed"
+    told += f", {share.num_running} running, {share.num_failed} of {share.num_ended} failed, {share.num_lost} tried again"
     if share.ttft_ms:
         told += f", TTFT {share.ttft_ms:.0f} ms"
     if share.tpot_ms:
@@ -108,61 +118,106 @@ def _share(share: mesh_pb2.RevisionShare, total: int) -> str:
     return told + (f", {share.num_ejected} ejected" if share.num_ejected else "")
 
 
+class Look(NamedTuple):
+    """What one router process says of a split."""
+
+    epoch: int
+    split: mesh_pb2.TrafficSplit
+
+
 class Rollout:
     """Shift new requests to one revision, step by step.
 
     set a share ─► watch it for hold_s ─► the next share
-                        └─ requests fail there, or its workers are ejected or gone ─► the shares that were before
+                        └─ requests fail there, its workers are ejected or gone, or somebody stops this ─► what was before
     """
 
     def __init__(self, client: Client, options: Options, sleep: Callable[[float], None] = time.sleep) -> None:
         self._client = client
         self._options = options
         self._sleep = sleep
+        self._to = named(options.to)
 
     def run(self) -> int:
-        """Return 0 when the last step is reached, 1 when it went back. Raises ValueError where the revision has no workers."""
-        options, before = self._options, self._split()
-        if not _of(before, options.to).num_decode_workers:
-            known = ", ".join(share.revision for share in before.revisions if share.revision and share.num_decode_workers)
-            raise ValueError(f"to: no decode worker has revision {options.to!r}; there are: {known or 'none'}")
-        for number, percent in enumerate(options.steps, start=1):
-            self._set(stepped(before, options.to, percent))
-            print(f"{options.to}: {percent:g} % of new requests to {before.model}", flush=True)
-            problem = self._watch(options.hold_s if number < len(options.steps) else 0.0)
+        """Return 0 when the last step is reached, WENT_BACK when it went back. Raises MeshError where it could not begin."""
+        options, first = self._options, self._look()
+        before = first.split
+        if not _of(before, self._to).num_decode_workers:
+            there = ", ".join(share.revision or UNNAMED for share in before.revisions if share.num_decode_workers)
+            raise InvalidArgument("to", f"no decode worker has revision {options.to!r}; there are: {there or 'none'}")
+        base = first
+        steps = [percent for percent in options.steps if percent > share_of(before, self._to) or percent == options.steps[-1]]
+        for number, percent in enumerate(steps, start=1):
+            try:
+                self._set(before.model, stepped(before, self._to, percent))
+                print(f"{options.to}: {percent:g} % of new requests to {before.model}", flush=True)
+                base, problem = self._watch(base, options.hold_s if number < len(steps) else 0.0)
+            except MeshError as error:
+                problem = f"the router does not answer: {error.message}"
+            except KeyboardInterrupt:
+                problem = "interrupted"
             if problem:
-                self._set({share.revision: share.weight for share in before.revisions if share.weight} if before.is_set else {})
-                print(f"{options.to}: {problem}: new requests go where they went before", file=sys.stderr)
-                return 1
+                self._go_back(before, problem)
+                return WENT_BACK
         return 0
 
-    def _watch(self, hold_s: float) -> str:
-        """Return why to go back, empty when the time is over without a reason."""
-        began, until = _of(self._split(), self._options.to), time.monotonic() + hold_s
+    def _watch(self, base: Look, hold_s: float) -> tuple[Look, str]:
+        """Return the last look, and why to go back; empty when the time is over without a reason."""
+        until, num_gone = time.monotonic() + hold_s, 0
         while True:
-            now = _of(self._split(), self._options.to)
-            if problem := wrong(began, now, self._options.max_failed):
-                return problem
-            if (left_s := until - time.monotonic()) <= 0:
-                return ""
-            self._sleep(min(CHECK_S, left_s))
+            now = self._look()
+            if now.epoch != base.epoch:  # another process of the router, which counts for itself
+                base = now
+            num_gone = 0 if _of(now.split, self._to).num_decode_workers else num_gone + 1
+            if num_gone > 1:
+                return now, "it has no decode worker any more"
+            if problem := wrong(base.split, now.split, self._to, self._options.max_failed):
+                return now, problem
+            left_s = until - time.monotonic()
+            if left_s <= 0 and not num_gone:
+                if not _of(now.split, self._to).num_ended - _of(base.split, self._to).num_ended and hold_s:
+                    print(f"{self._options.to}: no request ended there in this step", file=sys.stderr)
+                return now, ""
+            self._sleep(min(CHECK_S, max(0.1, left_s)))
 
-    def _set(self, weights: Mapping[str, int]) -> None:
-        self._client.split_traffic(weights, model=self._options.model, timeout=self._options.connection.timeout)
+    def _go_back(self, before: mesh_pb2.TrafficSplit, problem: str) -> None:
+        weights = {share.revision: share.weight for share in before.revisions if share.weight} if before.is_set else {}
+        spelled = " ".join(f"{name or UNNAMED}={weight}" for name, weight in weights.items()) or "--clear"
+        for left in reversed(range(NUM_TRIES_BACK)):
+            try:
+                self._set(before.model, weights)
+            except MeshError as error:
+                if not left:
+                    raise FailedPrecondition(
+                        "to", f"{problem}, and going back failed: {error.message}; try: pdmesh rollout {spelled}"
+                    ) from error
+                self._sleep(RETRY_S)
+            else:
+                print(f"{self._options.to}: {problem}: new requests go where they went before", file=sys.stderr)
+                return
 
-    def _split(self) -> mesh_pb2.TrafficSplit:
+    def _set(self, model: str, weights: Mapping[str, int]) -> None:
+        self._client.split_traffic(weights, model=model, timeout=self._options.connection.timeout)
+
+    def _look(self) -> Look:
         status = self._client.status(timeout=self._options.connection.timeout)
         found = [split for split in status.splits if self._options.model in ("", split.model)]
         if len(found) != 1:
-            models = ", ".join(split.model for split in found) or "none whose workers name a revision"
-            raise ValueError(f"model: name one; there are: {models}")
-        return found[0]
+            there = ", ".join(split.model for split in found) or "none whose workers name a revision"
+            raise InvalidArgument("model", f"name one; there are: {there}")
+        return Look(status.epoch, found[0])
+
+
+def share_of(split: mesh_pb2.TrafficSplit, revision: str) -> float:
+    """Return the percentage that a revision has by weight; 0 where nothing is split."""
+    total = sum(share.weight for share in split.revisions)
+    return 100 * _of(split, revision).weight / total if total else 0.0
 
 
 def stepped(before: mesh_pb2.TrafficSplit, to: str, percent: float) -> dict[str, int]:
     """Return weights with `percent` for one revision; the others keep theirs relative to each other, or get them by their decode
     workers where nothing was split. Pure."""
-    mine = round(PARTS * percent / 100)
+    mine = max(1, round(PARTS * percent / 100))
     others = {
         share.revision: share.weight if before.is_set else share.num_decode_workers
         for share in before.revisions
@@ -170,21 +225,41 @@ def stepped(before: mesh_pb2.TrafficSplit, to: str, percent: float) -> dict[str,
     }
     total = sum(others.values())
     weights = {revision: round((PARTS - mine) * weight / total) if total else 0 for revision, weight in others.items()}
-    return {**weights, to: max(1, mine)}
+    return {**weights, to: mine}
 
 
-def wrong(began: mesh_pb2.RevisionShare, now: mesh_pb2.RevisionShare, max_failed: float) -> str:
-    """Return what is wrong with a revision since a step began, in words; empty: nothing. Pure."""
-    num_ended, num_failed = now.num_ended - began.num_ended, now.num_failed - began.num_failed
-    if now.num_ended < began.num_ended:
-        num_ended, num_failed = now.num_ended, now.num_failed  # another router process
-    if not now.num_decode_workers:
-        return "it has no decode worker any more"
-    if now.num_ejected > began.num_ejected:
-        return f"{now.num_ejected} of its workers are ejected since requests fail there"
-    if num_failed and num_failed > max_failed * num_ended:
-        return f"{num_failed} of its {num_ended} requests failed"
+def wrong(before: mesh_pb2.TrafficSplit, now: mesh_pb2.TrafficSplit, to: str, max_failed: float) -> str:
+    """Return what is wrong with a revision since then, in words; empty: nothing, or nothing that the other revisions have not as
+    well. Both of one router process. Pure."""
+    mine = counted(before, now, [to])
+    others = counted(before, now, [share.revision for share in now.revisions if share.revision != to])
+    ejected = _of(now, to).num_ejected
+    if ejected > _of(before, to).num_ejected:
+        return f"{ejected} of its workers are ejected since requests fail there"
+    if mine.num_failed >= FEWEST_FAILED and mine.share > max(max_failed, others.share):
+        return f"{mine.num_failed} of its {mine.num_asked} requests failed or were tried again elsewhere"
     return ""
+
+
+class Counted(NamedTuple):
+    """Count the requests that asked revisions in a step, and those of them that failed there."""
+
+    num_asked: int
+    num_failed: int
+
+    @property
+    def share(self) -> float:
+        """Return the share that failed."""
+        return self.num_failed / self.num_asked if self.num_asked else 0.0
+
+
+def counted(before: mesh_pb2.TrafficSplit, now: mesh_pb2.TrafficSplit, revisions: list[str]) -> Counted:
+    """Return what was asked between two looks at one router process, of these revisions together. Pure."""
+    pairs = [(_of(before, revision), _of(now, revision)) for revision in revisions]
+    num_lost = sum(b.num_lost - a.num_lost for a, b in pairs)
+    num_ended = sum(b.num_ended - a.num_ended for a, b in pairs)
+    num_failed = sum(b.num_failed - a.num_failed for a, b in pairs)
+    return Counted(num_ended + num_lost, num_failed + num_lost)
 
 
 def _of(split: mesh_pb2.TrafficSplit, revision: str) -> mesh_pb2.RevisionShare:

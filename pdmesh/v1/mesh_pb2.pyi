@@ -140,7 +140,7 @@ class RevisionWeight(_message.Message):
     revision: _builtins.str
     """revision as workers name it (`WorkerInfo.revision`). Empty: the workers that name none."""
     weight: _builtins.int
-    """weight up to 1 000 000. 0: it takes no new requests while another revision with a weight can."""
+    """weight up to 1 000 000. 0: it takes no new requests while another revision with a weight has workers that could."""
     def __init__(
         self,
         *,
@@ -227,6 +227,7 @@ class RevisionShare(_message.Message):
     TTFT_MS_FIELD_NUMBER: _builtins.int
     TPOT_MS_FIELD_NUMBER: _builtins.int
     NUM_EJECTED_FIELD_NUMBER: _builtins.int
+    NUM_LOST_FIELD_NUMBER: _builtins.int
     revision: _builtins.str
     """revision as workers name it. Empty: those that name none."""
     weight: _builtins.int
@@ -238,7 +239,7 @@ class RevisionShare(_message.Message):
     num_running: _builtins.int
     """num_running sequences on its decode workers, of all routers, as they last reported."""
     num_ended: _builtins.int
-    """num_ended requests that this router process last placed there."""
+    """num_ended requests that this router process placed there; embeddings are not counted."""
     num_failed: _builtins.int
     """num_failed of them ended with an error that is not the client's: UNAVAILABLE, INTERNAL, DEADLINE_EXCEEDED and the like."""
     ttft_ms: _builtins.float
@@ -247,6 +248,8 @@ class RevisionShare(_message.Message):
     """tpot_ms of the latest of them, the median. 0: none had two tokens."""
     num_ejected: _builtins.int
     """num_ejected: workers of it that this router has ejected since requests failed there; slow ones are none of them."""
+    num_lost: _builtins.int
+    """num_lost attempts at requests that failed there, whatever became of the requests elsewhere."""
     def __init__(
         self,
         *,
@@ -260,10 +263,11 @@ class RevisionShare(_message.Message):
         ttft_ms: _builtins.float = ...,
         tpot_ms: _builtins.float = ...,
         num_ejected: _builtins.int = ...,
+        num_lost: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_decode_workers", b"num_decode_workers", "num_ejected", b"num_ejected", "num_ended", b"num_ended", "num_failed", b"num_failed", "num_prefill_workers", b"num_prefill_workers", "num_running", b"num_running", "revision", b"revision", "tpot_ms", b"tpot_ms", "ttft_ms", b"ttft_ms", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_decode_workers", b"num_decode_workers", "num_ejected", b"num_ejected", "num_ended", b"num_ended", "num_failed", b"num_failed", "num_lost", b"num_lost", "num_prefill_workers", b"num_prefill_workers", "num_running", b"num_running", "revision", b"revision", "tpot_ms", b"tpot_ms", "ttft_ms", b"ttft_ms", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -16,6 +16,7 @@ from pdmesh.engine.config import EngineConfig
 from pdmesh.platform import linux
 from pdmesh.platform.capabilities import AFFINITY
 from pdmesh.platform.fallbacks import usable_cores
+from pdmesh.runtime.registry.records import NO_REVISION
 from pdmesh.runtime.rpc.mesh_secret import MeshSecretConfig
 from pdmesh.runtime.rpc.tls import TlsConfig
 from pdmesh.runtime.telemetry.config import TelemetryConfig
@@ -138,6 +139,7 @@ class WorkerConfig:
         for name in ("worker_id", "revision", "mesh"):
             value = getattr(self, name)
             _require(not value or bool(_ID.fullmatch(value)), name, f"{value[:80]!r} is not 1 to 64 of A-Z a-z 0-9 . _ -")
+        _require(self.revision != NO_REVISION, "revision", f"{NO_REVISION} stands for workers that name none")
         for name in ("port", "transfer_port"):
             _require(0 <= getattr(self, name) <= 65535, name, "must be between 0 and 65535")
         _require(self.http_port is None or 0 <= self.http_port <= 65535, "http_port", "must be between 0 and 65535")

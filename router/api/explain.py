@@ -11,7 +11,7 @@ from router.context import RouterContext
 from router.routing.cost_model import Prediction, PromptWays
 from router.routing.decisions import Decision, cached_of
 from router.routing.filters import Candidate, NoPlacement, Placement, RoutingRequest
-from router.routing.routing_request import kind_of_resumed, routing_request_of
+from router.routing.routing_request import choose, kind_of_resumed, routing_request_of
 from router.routing.worker_snapshot import WorkerKey
 from router.telemetry import timings
 from router.tokenization.prepared_request import PreparedRequest
@@ -45,7 +45,7 @@ def dry_run(core: RouterContext, prepared: PreparedRequest) -> mesh_pb2.ExplainR
     began_ns = timings.now_ns()
     routing_request = routing_request_of(core, prepared, prepared.emitted, kind_of_resumed(core, prepared))
     fleet_snapshot = core.fleet.fleet_snapshot
-    choice = core.policy.choose(fleet_snapshot, routing_request, time.monotonic())
+    choice, routing_request = choose(core, prepared, routing_request, time.monotonic())
     made_ns = timings.now_ns()
     if isinstance(choice, NoPlacement):
         return mesh_pb2.ExplainResponse(decisions=[_nothing(core, prepared, routing_request, choice)])

@@ -67,7 +67,7 @@ class HealthLimits:
 @dataclass(eq=False)
 class Breaker:
     """Hold one worker in one role. `times`: ejections without a long healthy period in between; `num_ejections`: all ejections.
-    `reason`: why the state last changed."""
+    `reason`: why the state last changed; `has_failed`: it was last opened by failures, not by slowness."""
 
     state: State = State.CLOSED
     errors: float = 0.0
@@ -80,6 +80,7 @@ class Breaker:
     touched_at: float = 0.0
     num_ejections: int = 0
     reason: str = ""
+    has_failed: bool = False
     lost_at: float = -math.inf
 
     def fade(self, now: float, memory_s: float) -> None:
@@ -112,7 +113,7 @@ class CircuitBreaker:
     def failing(self, role: Role) -> list[WorkerKey]:
         """Return the workers whose breaker in this role is not CLOSED because requests failed there, not as they are slow."""
         suspects = ((worker, self._breakers.get((worker, role))) for worker in self.suspects_of(role))
-        return [worker for worker, breaker in suspects if breaker is not None and breaker.errors > breaker.successes]
+        return [worker for worker, breaker in suspects if breaker is not None and breaker.has_failed]
 
     def breaker(self, worker: WorkerKey, role: Role) -> Breaker | None:
         """Return the breaker as of the worker's last result; None when there was none, or a long time ago."""
@@ -142,6 +143,8 @@ class CircuitBreaker:
             breaker.lost_at = now
         breaker.errors += 1
         share = breaker.errors / (breaker.errors + breaker.successes)
+        if breaker.state is not State.OPEN:
+            breaker.has_failed = True
         if breaker.state is State.HALF_OPEN:
             self._open(worker, role, breaker, now, f"its probe failed: {reason}")
         elif breaker.state is State.CLOSED and breaker.errors >= self.limits.min_errors and share >= self.limits.error_share:
@@ -158,6 +161,7 @@ class CircuitBreaker:
         if breaker.slowness > self.limits.slow_factor * usual:
             reason = f"{breaker.slowness / usual:.1f} times slower than its peers"
             breaker.samples = breaker.slowness = 0.0  # measurements start anew after the ejection
+            breaker.has_failed = False
             self._open(worker, role, breaker, now, reason)
 
     def chosen(self, worker: WorkerKey, role: Role, now: float) -> None:
@@ -234,8 +238,11 @@ class HealthRecorder:
         self,
         views: Callable[[], Iterable[WorkerSnapshot]],
         silent: Callable[[], frozenset[WorkerKey]] = frozenset,
+        on_failure: Callable[[WorkerKey], None] = lambda _worker: None,
     ) -> None:
-        """Create the recorder. `views` returns the current workers, `silent` those that have been silent for a while."""
+        """Create the recorder. `views` returns the current workers, `silent` those that have been silent for a while;
+        `on_failure` is called at each failure."""
+        self._on_failure = on_failure
         self.health = CircuitBreaker(jitter=random.random, on_change=_log)
         self._views = views
         self._silent = silent
@@ -298,6 +305,7 @@ class HealthRecorder:
         """Record that the worker failed its part of a request, and that the request did not cause it. `lost`: because the worker
         was lost, with all that it had."""
         self.health.failed(worker, role, _now(), reason, lost=lost)
+        self._on_failure(worker)
 
     def _peers_of(self, worker: WorkerKey, role: Role) -> Iterable[WorkerKey]:
         now = _now()

@@ -70,7 +70,7 @@ class Rebalancer:
         """Return the next move, which counts as made. Call it at every change, or a few times a second."""
         decodes = [worker for worker in workers if worker.decode]
         emptiest = _emptiest_by_kind(decodes)
-        moves = {each.key: found for each in decodes if (found := self._move(each, emptiest[each.kind], tpots)) is not None}
+        moves = {each.key: found for each in decodes if (found := self._move(each, emptiest[_group(each)], tpots)) is not None}
         self._overloaded_since = {key: self._overloaded_since.get(key, now) for key in moves}
         self._moved_at = {key: at for key, at in self._moved_at.items() if now - at < self.limits.cooldown_s}
         if self._last_move_at is not None and now - self._last_move_at < self.limits.period_s:
@@ -107,11 +107,15 @@ class Rebalancer:
 
 
 def _emptiest_by_kind(workers: Iterable[WorkerSnapshot]) -> dict[tuple[object, ...], list[WorkerSnapshot]]:
-    """Return the two least loaded workers of each kind: one of them is not the worker that wants to move a sequence."""
+    """Return the two least loaded workers of each kind and revision: one of them is not the one that wants to move a sequence."""
     kinds: dict[tuple[object, ...], list[WorkerSnapshot]] = {}
     for worker in workers:
-        kinds.setdefault(worker.kind, []).append(worker)
+        kinds.setdefault(_group(worker), []).append(worker)
     return {kind: heapq.nsmallest(2, those, key=lambda each: (load_share(each), each.address)) for kind, those in kinds.items()}
+
+
+def _group(worker: WorkerSnapshot) -> tuple[object, ...]:
+    return (worker.kind, worker.revision)
 
 
 def load_share(worker: WorkerSnapshot) -> float:

@@ -1,10 +1,7 @@
 """Rollouts: which share of a model's new requests goes to which revision of its workers.
 
-    SetTrafficSplit(blue 90, green 10) ─► this router at once ─► Redis ─► the others within a second
-    new request ─► a place in [0, 1) from its session, else its id ─► the revision whose part of the sum of weights holds it
-
-So a conversation stays with its revision while the weights do, and a weight that grows moves no request away from its revision. A
-revision counts only while a worker of it can take the request: weights never stand in the way of an answer.
+SetTrafficSplit(blue 90, green 10) ─► this router at once ─► Redis ─► the others within a second
+new request ─► its session, else its id ─► revisions in the order of this key (router/routing/revisions.py) ─► the policy
 """
 
 from __future__ import annotations
@@ -13,9 +10,9 @@ import asyncio
 import json
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from statistics import median
 
 import grpc
@@ -26,13 +23,11 @@ from pdmesh.runtime.registry.shared_settings import SharedSettings
 from pdmesh.runtime.rpc.mesh_secret import MeshSecret
 from pdmesh.v1 import mesh_pb2
 from router.fleet.registry import FleetRegistry
+from router.routing.revisions import Weights
 from router.routing.worker_snapshot import WorkerKey, WorkerSnapshot
 
-PERIOD_S = 1.0
+PERIOD_S, FIRST_READ_S = 1.0, 2.0
 MAX_WEIGHT, MAX_REVISIONS = 1_000_000, 64
-
-Weights = tuple[tuple[str, int], ...]
-"""Revisions and their weights, by name; empty: no split."""
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +43,10 @@ class TrafficSplits(SharedSettings[str, Weights]):
         return key, json.dumps(value)
 
     def _load(self, field: bytes, value: bytes) -> tuple[str, Weights] | None:
-        weights = tuple((str(revision), int(weight)) for revision, weight in json.loads(value))
-        return field.decode(), checked(weights)
+        entries = json.loads(value)
+        if not all(isinstance(each, list) and [type(part) for part in each] == [str, int] for each in entries):
+            return None
+        return field.decode(), checked((revision, weight) for revision, weight in entries)
 
 
 def checked(weights: Iterable[tuple[str, int]]) -> Weights:
@@ -57,7 +54,7 @@ def checked(weights: Iterable[tuple[str, int]]) -> Weights:
     found = dict[str, int]()
     for revision, weight in weights:
         if revision:  # empty: workers that name none
-            records.check_id("revision", revision)
+            records.check_revision(revision)
         if revision in found:
             raise ValueError(f"revision {revision!r} is named twice")
         if not 0 <= weight <= MAX_WEIGHT:
@@ -68,17 +65,6 @@ def checked(weights: Iterable[tuple[str, int]]) -> Weights:
     if found and not any(found.values()):
         raise ValueError("all weights are 0; give at least one, or none at all to end the split")
     return tuple(sorted(found.items()))
-
-
-def choose(weights: Sequence[tuple[str, int]], key: str, can_take: Callable[[str], bool]) -> str | None:
-    """Return the revision for a request with this key; None: no revision with a weight can take it. Pure."""
-    able = [(revision, weight) for revision, weight in weights if weight and can_take(revision)]
-    place = int.from_bytes(blake2b(key.encode(), digest_size=8).digest()) / 2**64 * sum(weight for _, weight in able)
-    for revision, weight in able:
-        place -= weight
-        if place < 0:
-            return revision
-    return able[-1][0] if able else None
 
 
 _FAULTS = frozenset(
@@ -102,6 +88,7 @@ class Seen:
 
     num_ended: int = 0
     num_failed: int = 0
+    num_lost: int = 0
     ttft_s: deque[float] = field(default_factory=lambda: deque(maxlen=LATEST))
     tpot_s: deque[float] = field(default_factory=lambda: deque(maxlen=LATEST))
 
@@ -115,8 +102,11 @@ class Rollouts:
         self._seen: OrderedDict[tuple[str, str], Seen] = OrderedDict()
         self._keeper: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
-        """Begin to follow what other routers are told."""
+    async def start(self) -> None:
+        """Read what is known, for a moment, and begin to follow what other routers are told."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_READ_S):
+                await self._splits.refresh()
         self._keeper = asyncio.create_task(self._keep_forever(), name="keep traffic splits")
 
     async def stop(self) -> None:
@@ -145,16 +135,27 @@ class Rollouts:
         """Count a request that was last placed on this decode worker; 0: it had no such time."""
         if not view.revision:
             return
-        seen = self._seen.setdefault((view.model, view.revision), Seen())
-        self._seen.move_to_end((view.model, view.revision))
-        if len(self._seen) > MAX_SEEN:
-            self._seen.popitem(last=False)
+        seen = self._of(view.model, view.revision)
         seen.num_ended += 1
         seen.num_failed += isinstance(error, MeshError) and error.code in _FAULTS
         if ttft_s:
             seen.ttft_s.append(ttft_s)
         if tpot_s:
             seen.tpot_s.append(tpot_s)
+
+    def lost(self, worker: WorkerKey) -> None:
+        """Count an attempt at a request that failed on this worker, whatever becomes of the request elsewhere."""
+        known = self._fleet.workers.get(worker[0])
+        info = None if known is None or known.last is None else known.last.info
+        if info is not None and info.epoch == worker[1] and info.revision:
+            self._of(info.identity.model, info.revision).num_lost += 1
+
+    def _of(self, model: str, revision: str) -> Seen:
+        seen = self._seen.setdefault((model, revision), Seen())
+        self._seen.move_to_end((model, revision))
+        if len(self._seen) > MAX_SEEN:
+            self._seen.popitem(last=False)
+        return seen
 
     def described(self, models: Iterable[str], failing: Container[WorkerKey] = ()) -> list[mesh_pb2.TrafficSplit]:
         """Return the splits of the models that have one, or whose workers name revisions. `failing`: workers that are
@@ -179,7 +180,7 @@ class Rollouts:
             share.num_ejected += view.key in failing
         for name, share in shares.items():
             seen = self._seen.get((model, name), Seen())
-            share.num_ended, share.num_failed = seen.num_ended, seen.num_failed
+            share.num_ended, share.num_failed, share.num_lost = seen.num_ended, seen.num_failed, seen.num_lost
             share.ttft_ms = 1e3 * median(seen.ttft_s or (0.0,))
             share.tpot_ms = 1e3 * median(seen.tpot_s or (0.0,))
         return mesh_pb2.TrafficSplit(model=model, revisions=[shares[name] for name in sorted(shares)], is_set=bool(weights))

@@ -8,7 +8,7 @@ from router.context import RouterContext
 from router.fleet.circuit_breaker import Role
 from router.flow_control.slo_admission import FlowItem, Forecast, nothing_known
 from router.routing.filters import NoPlacement, RoutingRequest
-from router.routing.routing_request import kind_of_resumed, routing_request_of
+from router.routing.routing_request import choose, kind_of_resumed, routing_request_of
 from router.tokenization.prepared_request import PreparedRequest
 
 IDLE_FOR_S, MAX_IDLE, CONTEXT_STEP = 1.0, 256, 256
@@ -34,7 +34,7 @@ class TtftPredictor:
             excluded_decode=health_recorder.left_out(fleet_snapshot, Role.DECODE),
             excluded_prefill=health_recorder.left_out(fleet_snapshot, Role.PREFILL),
         )
-        choice = self._core.policy.choose(fleet_snapshot, routing_request, time.monotonic())
+        choice, routing_request = choose(self._core, prepared, routing_request, time.monotonic())
         best = None if isinstance(choice, NoPlacement) else choice.chosen
         if best is None or best.prediction is None:
             return None

@@ -16,6 +16,7 @@ from router.fleet.circuit_breaker import Role
 from router.fleet.worker import Dispatched, Incarnation, Worker
 from router.lifecycle.request import Request
 from router.routing.filters import blocks_for
+from router.routing.revisions import key_of, order
 from router.routing.worker_snapshot import WorkerKey, WorkerSnapshot
 
 LOOK_AGAIN_S = 0.25
@@ -81,12 +82,22 @@ class EmbedStage:
     def _choose(self, request: Request, refused: set[WorkerKey]) -> Found | None:
         """Return the worker with the fewest prompt tokens ahead; one whose circuit breaker is open only if there is no other."""
         ejected = self._core.health_recorder.left_out(self._core.fleet.fleet_snapshot, Role.PREFILL)
-        able = [view for view in self._views(request) if view.can_embed and view.key not in refused]
+        views = [view for view in self._views(request) if view.can_embed]
+        able = self._of_revision(request, views, [view for view in views if view.key not in refused])
         for view in sorted(able, key=lambda view: (view.key in ejected, view.tokens_ahead, view.num_seqs + view.dispatched_seqs)):
             worker = self._core.fleet.workers.get(view.address)
             if worker is not None and worker.current is not None and worker.current.info.epoch == view.epoch:
                 return view, worker, worker.current
         return None
+
+    def _of_revision(self, request: Request, views: list[WorkerSnapshot], able: list[WorkerSnapshot]) -> list[WorkerSnapshot]:
+        """Return those that the split of traffic names, of `able`; all where no worker has a revision that it names."""
+        prepared = request.prepared
+        names = order(self._core.rollouts.weights(prepared.model.name), key_of(prepared))
+        if not any(view.revision in names for view in views):
+            return able
+        of_each = ([view for view in able if view.revision == name] for name in names)
+        return next((found for found in of_each if found), [])
 
     def _check_can(self, request: Request) -> None:
         views = self._views(request)

@@ -30,7 +30,7 @@ from router.lifecycle.request import Assignment, Dispatch, PrefillTarget, Reques
 from router.routing import worker_reports
 from router.routing.decisions import Decision, cached_of
 from router.routing.filters import NoPlacement, Placement, RoutingRequest, blocks_for, can_hand_over, compatible, has_room
-from router.routing.routing_request import NO_WORKERS, routing_request_of
+from router.routing.routing_request import NO_WORKERS, choose, routing_request_of
 from router.routing.worker_reports import fingerprint_for, kind_of
 from router.routing.worker_snapshot import Mode, WorkerKey, WorkerSnapshot
 from router.telemetry import timings
@@ -87,7 +87,10 @@ class PlaceStage:
             decode=ejected(fleet_snapshot, Role.DECODE) | {leaving.key},
             prefill=ejected(fleet_snapshot, Role.PREFILL),
         )
-        choice = self._core.policy.choose(fleet_snapshot, routing_request, time.monotonic())
+        prepared, now, any_revision = dispatch.request.prepared, time.monotonic(), routing_request
+        choice, routing_request = choose(self._core, prepared, any_revision, now)
+        if isinstance(choice, NoPlacement) or not has_room(choice.decode, routing_request):
+            choice, routing_request = self._core.policy.choose(fleet_snapshot, any_revision, now), any_revision
         if isinstance(choice, NoPlacement) or not has_room(choice.decode, routing_request):
             raise NoRoomElsewhere("no other worker has room")
         source = worker_reports.snapshot_of(leaving.incarnation.described, leaving.incarnation.load, decode=False)
@@ -119,7 +122,7 @@ class PlaceStage:
         decode = search.avoid | search.refused | search.unfit | ejected_decode
         routing_request = routing_request_for(self._core, dispatch, decode=decode, prefill=ejected_prefill)
         began_ns = timings.now_ns()
-        choice = self._core.policy.choose(fleet_snapshot, routing_request, time.monotonic())
+        choice, routing_request = choose(self._core, dispatch.request.prepared, routing_request, time.monotonic())
         dispatch.timings.routed(began_ns)
         if isinstance(choice, Placement):
             self._note_decision(dispatch, choice, routing_request, began_ns)

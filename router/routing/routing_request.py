@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pdmesh.planning.objectives import Bounds
 from pdmesh.v1 import common_pb2
 from router.context import RouterContext
-from router.fleet.rollouts import Weights, choose
-from router.routing.filters import RoutingRequest, can_decode, same_kind
+from router.routing.filters import RoutingRequest
+from router.routing.revisions import Choice, key_of, place
 from router.routing.worker_reports import fingerprint_for, kind_of
 from router.routing.worker_snapshot import Mode, WorkerKey
 from router.tokenization.prepared_request import PreparedRequest
@@ -30,7 +30,7 @@ def routing_request_of(
     ttft_goal_ms, tpot_goal_ms = goals_ms(core, prepared)
     running_tpot_ms = objective.tpot_ms if objective is not None else 0
     held = core.prefixes.look_up(prepared)
-    routing_request = RoutingRequest(
+    return RoutingRequest(
         model=prepared.model.name,
         num_tokens=len(prepared.prompt) + num_emitted,
         num_choices=prepared.num_choices,
@@ -48,21 +48,13 @@ def routing_request_of(
         session_workers=core.sessions.workers_of(prepared, core.fleet.is_gone) if prepared.session_id else (),
         restorable_tokens=held.restorable,
     )
-    if weights := core.rollouts.weights(prepared.model.name):
-        routing_request.revision = _revision(core, prepared, routing_request, weights)
-    return routing_request
 
 
-def _revision(core: RouterContext, prepared: PreparedRequest, routing_request: RoutingRequest, weights: Weights) -> str | None:
-    """Return the revision that the split of traffic sends the request to; None: none of it can take it now, so any may."""
-
-    def can_take(revision: str) -> bool:
-        pools = core.fleet.fleet_snapshot.pools(routing_request.model, routing_request.kind, revision)
-        views = (estimate.view for pool in pools for estimate in pool.estimates.values())
-        return any(can_decode(view, routing_request) and same_kind(view, routing_request) for view in views)
-
-    session = f"session {prepared.tenant} {prepared.session_id}" if prepared.session_id else f"request {prepared.request_id}"
-    return choose(weights, f"{prepared.model.name} {session}", can_take)
+def choose(core: RouterContext, prepared: PreparedRequest, routing_request: RoutingRequest, now: float) -> Choice:
+    """Return the policy's choice, under the split of traffic between revisions where there is one."""
+    weights = core.rollouts.weights(prepared.model.name)
+    key = key_of(prepared) if weights else ""
+    return place(core.policy, core.fleet.fleet_snapshot, routing_request, weights, key, now)
 
 
 def kind_of_resumed(core: RouterContext, prepared: PreparedRequest) -> tuple[object, ...] | None:

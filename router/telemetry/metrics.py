@@ -90,7 +90,7 @@ DECISION_TIME = histogram("pdmesh.policy.decision", "Duration of a placement dec
 
 REVISION_REQUESTS = counter(
     "pdmesh.revision.requests",
-    "Requests that have ended, by the revision of the workers that they were last placed on; of those that name one",
+    "Requests that have ended, by the revision on whose workers they were placed; of workers that name one",
     (MODEL, "revision", "error.type"),
 )
 REVISION_TTFT = histogram("pdmesh.revision.ttft", "Their time to the first token", _TTFT_S, (MODEL, "revision"), unit="s")

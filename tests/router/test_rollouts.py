@@ -4,50 +4,103 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from pdmesh.commands.rollout import PARTS, Options, parse, stepped, wrong
+from pdmesh.cli import parse_options
+from pdmesh.client import wire
+from pdmesh.commands.rollout import PARTS, Options, counted, parse, share_of, stepped, wrong
+from pdmesh.errors import InvalidArgument
 from pdmesh.runtime.registry.redis_server import EmbeddedRedis
 from pdmesh.v1 import mesh_pb2
-from router.fleet.rollouts import MAX_WEIGHT, TrafficSplits, checked, choose
-from router.routing.filters import RoutingRequest, compatible, same_kind
+from router.fleet.rollouts import MAX_WEIGHT, TrafficSplits, checked
+from router.routing.cost_model import Overheads
+from router.routing.filters import NoPlacement, RoutingRequest, compatible, same_kind
 from router.routing.fleet_snapshot import FleetSnapshot
+from router.routing.policy import Policy, make_policy
+from router.routing.revisions import order, place
+from router.routing.worker_snapshot import Mode, WorkerSnapshot
 from tests.router.fleets import worker
 from tests.support.certificates import new_secret
 
 KEYS = [f"request {number}" for number in range(4000)]
 BOTH = {"blue": 90, "green": 10}
+REQUEST = RoutingRequest(model="m", num_tokens=160, max_total_tokens=200)
+LEAST_LOADED, PREDICT = (make_policy(name, Overheads(), local_prefill_tokens=32) for name in ("least-loaded", "predict"))
 
 
-def chosen(weights: dict[str, int], able: frozenset[str] = frozenset({"blue", "green"})) -> dict[str, str | None]:
-    return {key: choose(checked(weights.items()), key, able.__contains__) for key in KEYS}
+def first_of(weights: dict[str, int]) -> dict[str, str]:
+    return {key: order(checked(weights.items()), key)[0] for key in KEYS}
 
 
 def test_shares_are_those_of_the_weights() -> None:
-    counts = Counter(chosen(BOTH).values())
+    counts = Counter(first_of(BOTH).values())
     assert counts["green"] / len(KEYS) == pytest.approx(0.1, abs=0.02)
     assert counts["blue"] + counts["green"] == len(KEYS)
-    assert set(chosen({"blue": 0, "green": 1}).values()) == {"green"}
-    assert set(chosen({}).values()) == {None}
+    three = Counter(first_of({"a": 1, "b": 2, "c": 5, "out": 0}).values())
+    assert [three[name] / len(KEYS) for name in "abc"] == pytest.approx([0.125, 0.25, 0.625], abs=0.03)
+    assert order((("blue", 0), ("green", 1)), "x") == ["green"] and order((), "x") == []
 
 
 def test_a_key_keeps_its_revision_while_its_weight_grows() -> None:
-    few, more = chosen({"blue": 75, "green": 25}), chosen({"blue": 50, "green": 50})
-    assert chosen({"blue": 75, "green": 25}) == few
+    few, more = first_of({"blue": 75, "green": 25}), first_of({"blue": 50, "green": 50})
+    assert first_of({"blue": 75, "green": 25}) == few
     assert all(more[key] == "green" for key, revision in few.items() if revision == "green")
 
 
-def test_a_revision_counts_only_while_it_can_take_the_request() -> None:
-    assert set(chosen(BOTH, frozenset({"green"})).values()) == {"green"}
-    assert set(chosen({"blue": 1, "green": 0}, frozenset({"green"})).values()) == {None}, "then any worker may"
+def placed(
+    weights: dict[str, int], *workers: WorkerSnapshot, policy: Policy = LEAST_LOADED, **changes: object
+) -> Counter[str | None]:
+    """Decode workers of 200 requests; None: none."""
+    fleet, request, found = FleetSnapshot(workers), replace(REQUEST, **changes), Counter[str | None]()  # type: ignore[arg-type]
+    for key in KEYS[:200]:
+        choice, _ = place(policy, fleet, request, checked(weights.items()), key, 0.0)
+        found[None if isinstance(choice, NoPlacement) else choice.decode.worker_id] += 1
+    return found
+
+
+def of(revision: str, name: str, **fields: object) -> WorkerSnapshot:
+    return worker(name, revision=revision, **fields)
+
+
+FULL: dict[str, object] = {"num_free_blocks": 0}
+
+
+@pytest.mark.parametrize("policy", [LEAST_LOADED, PREDICT], ids=["least-loaded", "predict"])
+def test_a_split_stands_in_no_requests_way(policy: Policy) -> None:
+    blue, green = of("blue", "d-blue"), of("green", "d-green")
+    counts = placed({"blue": 50, "green": 50}, blue, green, policy=policy)
+    assert min(counts["d-blue"], counts["d-green"]) > 70
+    assert placed(BOTH, blue, of("green", "d-green", **FULL), policy=policy) == {"d-blue": 200}, "full"
+    assert placed({"green": 1}, blue, of("green", "d-green", **FULL), policy=policy) == {"d-green": 200}, (
+        "it waits for room there"
+    )
+    assert placed({"green": 1}, blue, policy=policy) == {"d-blue": 200}, "none of it is there"
+    excluded = frozenset({green.key})
+    assert placed(BOTH, blue, green, policy=policy, excluded_decode=excluded) == {"d-blue": 200}, "it refused"
+    assert placed({"green": 1}, blue, green, policy=policy, excluded_decode=excluded) == {None: 200}, "it is there all the same"
+    small = of("green", "d-green", max_context=100)
+    assert placed({"green": 1}, blue, small, policy=policy) == {"d-blue": 200}, "it is too small"
+
+
+@pytest.mark.parametrize("policy", [LEAST_LOADED, PREDICT], ids=["least-loaded", "predict"])
+def test_a_hand_off_that_was_asked_for_goes_where_there_are_prefill_workers(policy: Policy) -> None:
+    blue, green = (of("blue", "d-blue"), of("blue", "p-blue")), of("green", "d-green")
+    assert placed({"blue": 1, "green": 9}, *blue, green, policy=policy, mode=Mode.REMOTE) == {"d-blue": 200}
+
+
+def test_a_busy_revision_does_not_hold_up_the_others() -> None:
+    busy = of("green", "pd-green", num_waiting_tokens=9000, num_prefilling=9)
+    assert placed({"blue": 50, "green": 50}, of("blue", "pd-blue"), busy, policy=PREDICT) == {"pd-blue": 200}
 
 
 @pytest.mark.parametrize(
     ("weights", "words"),
     [
         ([("no name", 1)], "revision 'no name' is not 1 to 64"),
+        ([("none", 1)], "stands for the workers that name none"),
         ([("a" * 65, 1)], "is not 1 to 64"),
         ([("a", 1), ("a", 2)], "named twice"),
         ([("a", MAX_WEIGHT + 1)], "not 0 to"),
@@ -95,7 +148,10 @@ async def test_routers_agree_and_a_redis_that_came_back_empty_is_told_again(tmp_
             await each.close()
 
 
-@pytest.mark.parametrize("value", [b"3", b'[["a", "x"]]', b'[["a"]]', b"{", b'[["no name", 1]]', b'[["a", 1, 2]]'])
+STRANGE = [b"3", b'[["a", "x"]]', b'[["a"]]', b"{", b'[["no name", 1]]', b'[["a", 1, 2]]', b'["a1"]', b'[["a", true]]']
+
+
+@pytest.mark.parametrize("value", [*STRANGE, b'[["a", 1e400]]', b"[" * 100_000, b'[["a", 1.5]]', b"null", b"\xff"])
 def test_what_no_router_wrote_is_ignored(value: bytes, caplog: pytest.LogCaptureFixture) -> None:
     assert TrafficSplits()._checked(b"tiny", value) is None
     assert "is ignored" in caplog.text
@@ -114,24 +170,31 @@ def test_a_step_leaves_the_others_in_their_proportion() -> None:
     split = mesh_pb2.TrafficSplit(revisions=[share("", weight=1), share("blue", weight=3), share("green")], is_set=True)
     assert stepped(split, "green", 20) == {"": 2000, "blue": 6000, "green": 2000}
     assert stepped(split, "green", 100) == {"": 0, "blue": 0, "green": PARTS}
+    assert share_of(split, "blue") == 75 and share_of(split, "green") == 0
     split.is_set = False  # by their workers
     assert stepped(split, "green", 50) == {"": 2500, "blue": 2500, "green": 5000}
 
 
 @pytest.mark.parametrize(
-    ("now", "words"),
+    ("green", "blue", "words"),
     [
-        ({"num_ended": 110, "num_failed": 5}, ""),
-        ({"num_ended": 200, "num_failed": 6}, ""),
-        ({"num_ended": 110, "num_failed": 6}, "1 of its 10 requests failed"),
-        ({"num_ended": 100, "num_failed": 5, "num_decode_workers": 0}, "no decode worker"),
-        ({"num_ended": 100, "num_failed": 5, "num_ejected": 1}, "are ejected"),
-        ({"num_ended": 4, "num_failed": 2}, "2 of its 4 requests failed"),
+        ({"num_ended": 300, "num_failed": 2}, {}, ""),
+        ({"num_ended": 10, "num_failed": 1}, {}, ""),
+        ({"num_ended": 10, "num_failed": 2}, {}, "2 of its 10 requests failed"),
+        ({"num_ended": 10, "num_failed": 2}, {"num_ended": 10, "num_failed": 3}, ""),
+        ({"num_ended": 10, "num_failed": 2}, {"num_ended": 100, "num_failed": 3}, "2 of its 10 requests failed"),
+        ({"num_ended": 2, "num_lost": 8}, {"num_ended": 20}, "8 of its 10 requests failed"),
+        ({"num_ejected": 1}, {}, "1 of its workers are ejected"),
     ],
 )
-def test_what_makes_a_rollout_go_back(now: dict[str, int], words: str) -> None:
-    found = wrong(share("green", num_ended=100, num_failed=5), share("green", **now), 0.01)
+def test_what_makes_a_rollout_go_back(green: dict[str, int], blue: dict[str, int], words: str) -> None:
+    before = {"num_ended": 100, "num_failed": 5, "num_lost": 7}
+    later = [{name: before.get(name, 0) + step.get(name, 0) for name in (*before, "num_ejected")} for step in (green, blue)]
+    first = mesh_pb2.TrafficSplit(revisions=[share("green", **before), share("blue", **before)])
+    now = mesh_pb2.TrafficSplit(revisions=[share("green", **later[0]), share("blue", **later[1])])
+    found = wrong(first, now, "green", 0.01)
     assert words in found and bool(words) == bool(found)
+    assert counted(first, now, ["blue"]).num_asked == blue.get("num_ended", 0)
 
 
 @pytest.mark.parametrize(
@@ -139,6 +202,8 @@ def test_what_makes_a_rollout_go_back(now: dict[str, int], words: str) -> None:
     [
         (Options(weights=("green",)), "weights: 'green' is not REVISION=WEIGHT"),
         (Options(weights=("green=1.5",)), "whole number"),
+        (Options(weights=("green=99999999999",)), "whole number up to"),
+        (Options(weights=("green=1000001",)), "whole number up to"),
         (Options(weights=("a=1", "a=2")), "named twice"),
         (Options(weights=("a=1",), clear=True), "give one of them"),
         (Options(to="a", steps=(50, 20)), "steps: must rise"),
@@ -153,5 +218,13 @@ def test_options_that_make_no_sense_are_named(options: Options, words: str) -> N
         options.validate()
 
 
-def test_a_dash_stands_for_workers_that_name_no_revision() -> None:
-    assert parse(("-=9", "green=1")) == {"": 9, "green": 1}
+def test_none_stands_for_workers_that_name_no_revision() -> None:
+    assert parse(("none=9", "green=1")) == {"": 9, "green": 1}
+    options = parse_options(Options, ["none=9", "green=1"], {}, prog="pdmesh rollout")
+    assert options.weights == ("none=9", "green=1")
+
+
+@pytest.mark.parametrize("weight", [-1, 1 << 32, 1.5, None])
+def test_the_client_names_a_weight_that_no_message_can_hold(weight: object) -> None:
+    with pytest.raises(InvalidArgument, match="the weight of 'green' is"):
+        wire.traffic_split("", {"green": weight})  # type: ignore[dict-item]

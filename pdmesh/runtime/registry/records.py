@@ -37,6 +37,17 @@ def check_id(name: str, value: str) -> str:
     return value
 
 
+NO_REVISION = "none"
+"""What people call the workers that name no revision."""
+
+
+def check_revision(value: str) -> str:
+    """Return `value` if it can name a revision. Raises InvalidRecord."""
+    if value == NO_REVISION:
+        raise InvalidRecord(f"revision {value!r} stands for the workers that name none")
+    return check_id("revision", value)
+
+
 def check_address(address: str) -> str:
     """Return `address` if it is "host:port" (an IPv6 host in brackets). Raises InvalidRecord."""
     host, _, port = address.rpartition(":")
@@ -84,7 +95,7 @@ def check_worker(info: worker_pb2.WorkerInfo) -> None:
         raise InvalidRecord("transport_reach is about more than the transports")
     _check_text("host_id", info.host_id)
     if info.revision:
-        check_id("revision", info.revision)
+        check_revision(info.revision)
 
 
 def split(value: bytes) -> tuple[int, bytes]:

@@ -35,7 +35,8 @@ class SharedSettings(ABC, Generic[K, V]):
         ignored. Raises ConfigError for a malformed URL."""
         self._secret = secret
         self._ignored: set[bytes] = set()
-        self._of_former_secret: set[K] = set()
+        self._of_former_secret: dict[K, bytes] = {}
+        self._generation = 0
         self._link = RedisLink(url) if url else None
         self._name, self._redis_key = name, f"pdmesh:{records.check_id('mesh', mesh)}:{name}"
         self._entries: dict[K, V] = {}
@@ -58,6 +59,7 @@ class SharedSettings(ABC, Generic[K, V]):
         """Remember it. While Redis is away this router alone knows; the next `refresh` tells the others."""
         self._entries[key] = value
         self._unwritten.add(key)
+        self._generation += 1
         await self._write()
 
     async def refresh(self) -> None:
@@ -65,13 +67,13 @@ class SharedSettings(ABC, Generic[K, V]):
         was lost with a Redis that came back empty."""
         if self._link is None or not await self._write():
             return
+        generation = self._generation
         stored = await self._link.call(self._read)
-        if stored is not None and not self._unwritten:
-            lost = {key: value for key, value in self._entries.items() if key not in stored} if len(stored) < MAX_ENTRIES else {}
+        # Where one was put meanwhile, what was read may be from before.
+        if stored is not None and not self._unwritten and self._generation == generation:
+            lost = {key: value for key, value in self._entries.items() if key not in stored and len(stored) < MAX_ENTRIES}
             self._entries = {**lost, **stored}
-            for key in (*lost, *self._of_former_secret & stored.keys()):  # those are sealed again before that secret is removed
-                await self.put(key, self._entries[key])
-            self._of_former_secret.clear()
+            await self._restore(lost)
 
     async def close(self) -> None:
         """Close the connection."""
@@ -83,12 +85,28 @@ class SharedSettings(ABC, Generic[K, V]):
             self._unwritten.clear()
             return False
         for key in list(self._unwritten):
-            field, value = self._dump(key, self._entries[key])
-            sealed = value if self._secret is None else self._secret.seal(field, 0, value.encode())
+            value = self._entries[key]
+            field, sealed = self._sealed(key, value)
             if await self._link.call(lambda redis, f=field, v=sealed: _put(redis, self._redis_key, f, v)) is None:  # type: ignore[misc]
                 return False
-            self._unwritten.discard(key)
+            if self._entries[key] == value:  # else it was put again meanwhile
+                self._unwritten.discard(key)
         return True
+
+    async def _restore(self, lost: Mapping[K, V]) -> None:
+        """Write what Redis has lost, and seal again what is sealed with a former secret, before that is removed. What another
+        router has written meanwhile stays."""
+        assert self._link is not None
+        former, self._of_former_secret = self._of_former_secret, {}
+        for key, value in self._entries.items():
+            if key in lost or key in former:
+                field, sealed = self._sealed(key, value)
+                arguments = (self._redis_key, field, former.get(key, b""), sealed)
+                await self._link.call(lambda redis, a=arguments: _swap(redis, *a))  # type: ignore[misc]
+
+    def _sealed(self, key: K, value: V) -> tuple[str, str | bytes]:
+        field, text = self._dump(key, value)
+        return field, text if self._secret is None else self._secret.seal(field, 0, text.encode())
 
     async def _read(self, redis: Redis) -> dict[K, V]:
         stored = await cast("Awaitable[dict[bytes, bytes]]", redis.hgetall(self._redis_key))
@@ -107,17 +125,29 @@ class SharedSettings(ABC, Generic[K, V]):
             return None
         entry = self._checked(field, content)
         if entry is not None and not self._secret.is_newest_seal(field.decode(), 0, value):
-            self._of_former_secret.add(entry[0])
+            self._of_former_secret[entry[0]] = value
         return entry
 
     def _checked(self, field: bytes, value: bytes) -> tuple[K, V] | None:
         try:
             entry = self._load(field, value)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, OverflowError, RecursionError):
             entry = None
         if entry is None:
             logger.warning("an entry of %s in Redis is ignored: %a is none", self._name, field[:200])
         return entry
+
+
+_SWAP = """
+local now = redis.call('HGET', KEYS[1], ARGV[1])
+if now == ARGV[2] or (not now and ARGV[2] == '') then return redis.call('HSET', KEYS[1], ARGV[1], ARGV[3]) end
+return -1
+"""
+"""Writes a field that is still what was read; an empty text stands for one that is missing."""
+
+
+async def _swap(redis: Redis, key: str, field: str, before: bytes, value: str | bytes) -> int:
+    return int(await redis.eval(_SWAP, 1, key, field, before, value))
 
 
 async def _put(redis: Redis, key: str, field: str, value: str | bytes) -> int:

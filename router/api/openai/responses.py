@@ -243,6 +243,7 @@ class _Prompt:
     started: mesh_pb2.Started | None = None
     completed: mesh_pb2.Completed | None = None
     num_tokens: int = 0
+    fingerprint: str | None = None
     entries: Sequence[common_pb2.Logprobs] = ()  # of its tokens, where they are wanted
 
 
@@ -265,13 +266,7 @@ class Answer:
 
     def __init__(self, call: Call, request_id: str, created: int, echo: Echo, spelling_of: SpellingOf) -> None:
         self._call = call
-        self._head: JsonObject = {
-            "id": call.shape.id_prefix + request_id,
-            "object": "",
-            "created": created,
-            "model": "",
-            "system_fingerprint": None,
-        }
+        self._head: JsonObject = {"id": call.shape.id_prefix + request_id, "object": "", "created": created, "model": ""}
         self._echo = echo
         self._spelling_of = spelling_of
         self._prompts = [_Prompt() for _ in call.requests]
@@ -290,7 +285,7 @@ class Answer:
     def body(self) -> JsonObject:
         """Return the whole body, after every stream has ended."""
         choices = [self._whole(index, choice) for index, choice in enumerate(self._kept())]
-        head = {**self._head, "object": self._call.shape.object_name}
+        head = {**self._head, "object": self._call.shape.object_name, "system_fingerprint": self._fingerprint}
         if self._call.scoring.shown is not None and not self._call.shape.scores_in_choice:
             head["prompt_logprobs"] = self._prompt_scores(self._prompts[0])
         return {**head, "choices": choices, "usage": self.usage(), "pdmesh": self.reports()}
@@ -340,13 +335,13 @@ class Answer:
             shown["warnings"] = said.warnings
         if delta.stop_reason:
             shown["stop_reason"] = delta.stop_reason
-        return self._chunk([shown])
+        return self._chunk([shown], self._prompts[number].fingerprint)
 
     def last_chunk(self) -> JsonObject | None:
         """Return the chunk with the usage, where the client wants it in a stream."""
         if self._call.streaming is None or not self._call.streaming.usage:
             return None
-        return {**self._chunk([]), "usage": self.usage(), "pdmesh": self.reports()}
+        return {**self._chunk([], self._fingerprint), "usage": self.usage(), "pdmesh": self.reports()}
 
     def usage(self) -> JsonObject:
         """Return the token counts of all prompts and choices, so far or at the end."""
@@ -384,7 +379,7 @@ class Answer:
         elif response.delta.prompt_logprobs:
             prompt.entries = list(response.delta.prompt_logprobs)
         if response.delta.system_fingerprint:
-            self._head["system_fingerprint"] = response.delta.system_fingerprint
+            prompt.fingerprint = response.delta.system_fingerprint
         if not self._call.scoring.is_alone:
             prompt.num_tokens += len(response.delta.token_ids)
         return kind == "delta"
@@ -444,8 +439,15 @@ class Answer:
             shown["prompt_logprobs"] = self._prompt_scores(self._prompts[index // self._num_kept])
         return {"index": index, **shown, "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
 
-    def _chunk(self, choices: list[JsonObject]) -> JsonObject:
-        chunk = {**self._head, "object": self._call.shape.chunk_name, "choices": choices}
+    @property
+    def _fingerprint(self) -> str | None:
+        """Return what computed the whole answer; None where prompts were computed by different things."""
+        known = {prompt.fingerprint for prompt in self._prompts}
+        return known.pop() if len(known) == 1 else None
+
+    def _chunk(self, choices: list[JsonObject], fingerprint: str | None) -> JsonObject:
+        head = {**self._head, "object": self._call.shape.chunk_name, "system_fingerprint": fingerprint}
+        chunk = {**head, "choices": choices}
         streaming = self._call.streaming
         if streaming is not None and streaming.usage:
             chunk["usage"] = self.usage() if streaming.continuous_usage else None
