@@ -3,6 +3,7 @@ one revision in steps, and back when requests fail there."""
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -88,6 +89,7 @@ def run(options: Options) -> int:
     timeout = options.connection.timeout
     with options.connection.client() as client:
         if options.to:
+            signal.signal(signal.SIGTERM, signal.default_int_handler)  # to go back then as well
             return Rollout(client, options).run()
         if options.weights or options.clear:
             shown = [client.split_traffic(parse(options.weights), model=options.model, timeout=timeout)]
@@ -146,7 +148,7 @@ class Rollout:
             there = ", ".join(share.revision or UNNAMED for share in before.revisions if share.num_decode_workers)
             raise InvalidArgument("to", f"no decode worker has revision {options.to!r}; there are: {there or 'none'}")
         base = first
-        steps = [percent for percent in options.steps if percent > share_of(before, self._to) or percent == options.steps[-1]]
+        steps = [percent for percent in options.steps if percent >= share_of(before, self._to) or percent == options.steps[-1]]
         for number, percent in enumerate(steps, start=1):
             try:
                 self._set(before.model, stepped(before, self._to, percent))

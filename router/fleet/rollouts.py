@@ -63,7 +63,7 @@ def checked(weights: Iterable[tuple[str, int]]) -> Weights:
     if len(found) > MAX_REVISIONS:
         raise ValueError(f"{len(found)} revisions are more than {MAX_REVISIONS}")
     if found and not any(found.values()):
-        raise ValueError("all weights are 0; give at least one, or none at all to end the split")
+        raise ValueError("all weights are 0; give one above it, or an empty list to end the split")
     return tuple(sorted(found.items()))
 
 

@@ -134,6 +134,14 @@ async def test_a_rollout_goes_forward_in_steps_and_back_when_its_worker_is_gone(
         mesh.kill("decode-0", signal.SIGKILL)
         code, _, err = await said(back)
         assert code == 3 and "new requests go where they went before" in err
+        for number in (signal.SIGINT, signal.SIGTERM):
+            await mesh.wait_ready(60)
+            stopped = await command("--to", "blue", "--steps", "50,100", "--hold-s", "60", *router)
+            assert stopped.stdout is not None
+            await stopped.stdout.readline()
+            stopped.send_signal(number)
+            code, _, err = await said(stopped)
+            assert code == 3 and "interrupted: new requests go where they went before" in err
         stop.set()
         await asyncio.gather(*asking)
         (split,) = (await client.status(timeout=5)).splits
