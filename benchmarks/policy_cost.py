@@ -79,7 +79,7 @@ def report(worker: WorkerSnapshot, draw: random.Random) -> worker_pb2.LoadReport
 
 def described(worker: WorkerSnapshot) -> Described:
     """The lasting part of the view."""
-    same = {name: getattr(worker, name) for name in Described._fields if name != "num_blocks"}
+    same = {name: getattr(worker, name) for name in Described._fields if name not in ("num_blocks", "system_fingerprint")}
     return Described(**same, num_blocks=worker.num_total_blocks)
 
 

@@ -6,7 +6,7 @@ import json
 import sys
 import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from rich.text import Text
 
 from pdmesh.client.client import Client
 from pdmesh.commands.options import Connection, flat
+from pdmesh.commands.rollout import in_words
 from pdmesh.errors import MeshError
 from pdmesh.launcher import local_state
 from pdmesh.runtime.addresses import canonical
@@ -82,6 +83,7 @@ def status_lines(status: mesh_pb2.GetStatusResponse) -> list[RenderableType]:
         *_router_lines(status),
         "",
         *(_worker_tables(workers) if workers else [Text("no worker is known", "warning")]),
+        *_split_lines(status.splits),
         *_reuse_lines(workers),
         *_speculation_lines(workers),
         *_breaker_lines(workers),
@@ -105,6 +107,11 @@ def metrics_lines(metrics: Mapping[str, Any] | None) -> list[RenderableType]:
         return []
     rows = [(each["labels"]["instance"], f"http://{each['targets'][0]}/metrics") for each in metrics["targets"]]
     return ["", table(("PROCESS", "METRICS"), rows), f"for Prometheus: {metrics['file']}"]
+
+
+def _split_lines(splits: Iterable[mesh_pb2.TrafficSplit]) -> list[RenderableType]:
+    """Return how new requests are shared between revisions of workers; nothing where no worker names one."""
+    return [line for split in splits for line in ("", *in_words(split).splitlines())]
 
 
 def _error(error: float, bias: float) -> str:

@@ -207,3 +207,17 @@ def test_status_fits_a_hundred_columns() -> None:
     )
     assert "no worker is known" in "\n".join(plain(*status_lines(mesh_pb2.GetStatusResponse())))
     assert role_names([worker_pb2.ROLE_DECODE]) == "decode"
+
+
+def test_status_says_how_new_requests_are_shared() -> None:
+    shares = [
+        mesh_pb2.RevisionShare(num_decode_workers=2, weight=3),
+        mesh_pb2.RevisionShare(
+            revision="green", num_prefill_workers=1, num_decode_workers=1, weight=1, num_ended=9, num_failed=2
+        ),
+    ]
+    split = mesh_pb2.TrafficSplit(model="m", revisions=shares, is_set=True)
+    lines = plain(*status_lines(mesh_pb2.GetStatusResponse(splits=[split])))
+    assert "m: new requests by weight" in lines
+    assert any("none: share 0.75, 0 prefill, 2 decode" in line for line in lines)
+    assert any("green: share 0.25, 1 prefill, 1 decode, 0 running, 2 of 9 failed" in line for line in lines)
