@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import policy_cost
 from benchmarks.harness import Figure, Kept, merged, reached, table
 from benchmarks.router import disturbances, lending, overload, peers, placement
 from benchmarks.router.__main__ import PARTS, SUITE
@@ -19,6 +21,7 @@ from benchmarks.router.mixes import MIXES, Cell, Idle, Kind, Mix, book_of, compa
 from pdmesh.loadtest.record import ObjectiveBook, Objectives, Outcome, Record
 from pdmesh.loadtest.stats import Window
 from pdmesh.v1 import mesh_pb2, worker_pb2
+from router.routing.worker_reports import snapshot_of
 
 
 def value_of(figures: list[Figure], name: str) -> float | str:
@@ -298,3 +301,12 @@ def test_peers_are_compared_at_their_best() -> None:
     figures = peers.figures_of(goodputs, {"mesh": "ours", "vllm": "theirs", "smg": "others"})
     assert value_of(figures, "ours over theirs: best goodput") == 2.0
     assert value_of(figures, "ours over others: best goodput") == "1.8 requests/s against none"
+
+
+def test_a_report_of_the_measured_fleet_gives_the_view_that_it_is_of() -> None:
+    draw = random.Random(0)
+    for number in range(4):
+        before = policy_cost.view(number, draw)
+        load = policy_cost.report(before, draw)
+        after = snapshot_of(policy_cost.described(before), load, decode=before.decode)
+        assert (after.key, after.revision, after.layout) == (before.key, before.revision, before.layout)
