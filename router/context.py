@@ -317,7 +317,7 @@ class RouterContext:
     num_migrations: int = 0
 
     def __post_init__(self) -> None:
-        self.health_recorder = HealthRecorder(self.fleet.views, lambda: self.fleet.suspects, self.rollouts.lost)
+        self.health_recorder = HealthRecorder(self.fleet.views, lambda: self.fleet.suspects)
         self.traffic = Traffic(self.models, time.monotonic())
         self.hedging = Hedging(HedgeLimits(share=self.config.hedge_share))
         self.trace_keeper = TraceKeeper(self.background)

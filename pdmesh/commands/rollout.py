@@ -26,6 +26,7 @@ CHECK_S = 1.0
 FEWEST_FAILED = 2
 """One request that failed says nothing yet."""
 NUM_TRIES_BACK, RETRY_S = 5, 2.0
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 WENT_BACK = 3
 """Exit code of a rollout that went back."""
 
@@ -89,7 +90,8 @@ def run(options: Options) -> int:
     timeout = options.connection.timeout
     with options.connection.client() as client:
         if options.to:
-            signal.signal(signal.SIGTERM, signal.default_int_handler)  # to go back then as well
+            for number in STOPPING:
+                signal.signal(number, signal.default_int_handler)  # to go back
             return Rollout(client, options).run()
         if options.weights or options.clear:
             shown = [client.split_traffic(parse(options.weights), model=options.model, timeout=timeout)]
@@ -138,29 +140,36 @@ class Rollout:
         self._client = client
         self._options = options
         self._sleep = sleep
-        self._to = named(options.to)
+        self._to, self._model = named(options.to), options.model
 
     def run(self) -> int:
         """Return 0 when the last step is reached, WENT_BACK when it went back. Raises MeshError where it could not begin."""
-        options, first = self._options, self._look()
-        before = first.split
+        options, base = self._options, self._look()
+        before = base.split
         if not _of(before, self._to).num_decode_workers:
             there = ", ".join(share.revision or UNNAMED for share in before.revisions if share.num_decode_workers)
             raise InvalidArgument("to", f"no decode worker has revision {options.to!r}; there are: {there or 'none'}")
-        base = first
-        steps = [percent for percent in options.steps if percent >= share_of(before, self._to) or percent == options.steps[-1]]
-        for number, percent in enumerate(steps, start=1):
-            try:
-                self._set(before.model, stepped(before, self._to, percent))
+        self._model = before.model
+        steps = [percent for percent in options.steps if percent >= share_of(before, self._to)]
+        if not steps:
+            print(f"{options.to}: has {share_of(before, self._to):g} % of new requests to {before.model} already")
+        try:
+            for number, percent in enumerate(steps, start=1):
+                self._set(stepped(before, self._to, percent))
                 print(f"{options.to}: {percent:g} % of new requests to {before.model}", flush=True)
                 base, problem = self._watch(base, options.hold_s if number < len(steps) else 0.0)
-            except MeshError as error:
-                problem = f"the router does not answer: {error.message}"
-            except KeyboardInterrupt:
-                problem = "interrupted"
-            if problem:
-                self._go_back(before, problem)
-                return WENT_BACK
+                if problem:
+                    self._go_back(before, problem)
+                    return WENT_BACK
+        except MeshError as error:
+            self._go_back(before, f"the router does not answer: {error.message}")
+            return WENT_BACK
+        except KeyboardInterrupt:
+            self._go_back(before, "interrupted")
+            return WENT_BACK
+        except BaseException:
+            self._go_back(before, "it cannot go on")
+            raise
         return 0
 
     def _watch(self, base: Look, hold_s: float) -> tuple[Look, str]:
@@ -177,33 +186,35 @@ class Rollout:
                 return now, problem
             left_s = until - time.monotonic()
             if left_s <= 0 and not num_gone:
-                if not _of(now.split, self._to).num_ended - _of(base.split, self._to).num_ended and hold_s:
+                if hold_s and not counted(base.split, now.split, [self._to]).num_asked:
                     print(f"{self._options.to}: no request ended there in this step", file=sys.stderr)
                 return now, ""
-            self._sleep(min(CHECK_S, max(0.1, left_s)))
+            self._sleep(CHECK_S if num_gone else min(CHECK_S, left_s))
 
     def _go_back(self, before: mesh_pb2.TrafficSplit, problem: str) -> None:
+        """Set what was before. Raises FailedPrecondition that says how, where the router does not take it."""
+        for number in STOPPING:
+            signal.signal(number, signal.SIG_IGN)
         weights = {share.revision: share.weight for share in before.revisions if share.weight} if before.is_set else {}
         spelled = " ".join(f"{name or UNNAMED}={weight}" for name, weight in weights.items()) or "--clear"
         for left in reversed(range(NUM_TRIES_BACK)):
             try:
-                self._set(before.model, weights)
+                self._set(weights)
             except MeshError as error:
                 if not left:
-                    raise FailedPrecondition(
-                        "to", f"{problem}, and going back failed: {error.message}; try: pdmesh rollout {spelled}"
-                    ) from error
+                    text = f"{problem}, and going back failed: {error.message}; try: pdmesh rollout {spelled}"
+                    raise FailedPrecondition("to", text) from error
                 self._sleep(RETRY_S)
             else:
                 print(f"{self._options.to}: {problem}: new requests go where they went before", file=sys.stderr)
                 return
 
-    def _set(self, model: str, weights: Mapping[str, int]) -> None:
-        self._client.split_traffic(weights, model=model, timeout=self._options.connection.timeout)
+    def _set(self, weights: Mapping[str, int]) -> None:
+        self._client.split_traffic(weights, model=self._model, timeout=self._options.connection.timeout)
 
     def _look(self) -> Look:
         status = self._client.status(timeout=self._options.connection.timeout)
-        found = [split for split in status.splits if self._options.model in ("", split.model)]
+        found = [split for split in status.splits if self._model in ("", split.model)]
         if len(found) != 1:
             there = ", ".join(split.model for split in found) or "none whose workers name a revision"
             raise InvalidArgument("model", f"name one; there are: {there}")

@@ -249,7 +249,7 @@ class RevisionShare(_message.Message):
     num_ejected: _builtins.int
     """num_ejected: workers of it that this router has ejected since requests failed there; slow ones are none of them."""
     num_lost: _builtins.int
-    """num_lost attempts at requests that failed there, whatever became of the requests elsewhere."""
+    """num_lost requests that failed there and were tried again, there or elsewhere, and did not end as failed there."""
     def __init__(
         self,
         *,

@@ -131,7 +131,7 @@ class Frontend:
     async def set_traffic_split(self, request: mesh_pb2.SetTrafficSplitRequest) -> mesh_pb2.SetTrafficSplitResponse:
         """Split a model's new requests between revisions of its workers. Raises MeshError."""
         weights = [(each.revision, each.weight) for each in request.weights]
-        split = await self.core.rollouts.set(self.model_of(request.model).name, weights)
+        split = await self.core.rollouts.set(self.model_of(request.model).name, weights, status.failing(self.core))
         return mesh_pb2.SetTrafficSplitResponse(split=split)
 
     def adapters(self) -> mesh_pb2.ListMeshAdaptersResponse:

@@ -66,13 +66,14 @@ def status(core: RouterContext, objectives: Sequence[ModelObjective], *, registr
         traffic=traffic_status(core.traffic, now),
         epoch=core.epoch,
         num_processes=core.config.sharers,
-        splits=core.rollouts.described(core.models, _failing(core)),
+        splits=core.rollouts.described(core.models, failing(core)),
     )
 
 
-def _failing(core: RouterContext) -> frozenset[WorkerKey]:
-    failing = core.health_recorder.health.failing
-    return frozenset((*failing(Role.DECODE), *failing(Role.PREFILL)))
+def failing(core: RouterContext) -> frozenset[WorkerKey]:
+    """Return the workers that are ejected since requests failed there."""
+    health = core.health_recorder.health
+    return frozenset((*health.failing(Role.DECODE), *health.failing(Role.PREFILL)))
 
 
 def _tally(tenant: str, priority: int, tally: Tally) -> mesh_pb2.AdmissionStatus:

@@ -238,11 +238,8 @@ class HealthRecorder:
         self,
         views: Callable[[], Iterable[WorkerSnapshot]],
         silent: Callable[[], frozenset[WorkerKey]] = frozenset,
-        on_failure: Callable[[WorkerKey], None] = lambda _worker: None,
     ) -> None:
-        """Create the recorder. `views` returns the current workers, `silent` those that have been silent for a while;
-        `on_failure` is called at each failure."""
-        self._on_failure = on_failure
+        """Create the recorder. `views` returns the current workers, `silent` those that have been silent for a while."""
         self.health = CircuitBreaker(jitter=random.random, on_change=_log)
         self._views = views
         self._silent = silent
@@ -305,7 +302,6 @@ class HealthRecorder:
         """Record that the worker failed its part of a request, and that the request did not cause it. `lost`: because the worker
         was lost, with all that it had."""
         self.health.failed(worker, role, _now(), reason, lost=lost)
-        self._on_failure(worker)
 
     def _peers_of(self, worker: WorkerKey, role: Role) -> Iterable[WorkerKey]:
         now = _now()

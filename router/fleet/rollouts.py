@@ -10,7 +10,7 @@ import asyncio
 import json
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import median
@@ -120,8 +120,10 @@ class Rollouts:
         """Return the split of a model; empty: none."""
         return self._splits.entries.get(model, ())
 
-    async def set(self, model: str, weights: Iterable[tuple[str, int]]) -> mesh_pb2.TrafficSplit:
-        """Split the new requests of a model. Raises InvalidArgument."""
+    async def set(
+        self, model: str, weights: Iterable[tuple[str, int]], failing: Container[WorkerKey] = ()
+    ) -> mesh_pb2.TrafficSplit:
+        """Split the new requests of a model. `failing`: workers that are ejected for failures. Raises InvalidArgument."""
         try:
             found = checked(weights)
         except ValueError as error:
@@ -129,26 +131,25 @@ class Rollouts:
         await self._splits.put(model, found)
         shares = ", ".join(f"{revision} {weight}" for revision, weight in found)
         logger.info("new requests to %s are split: %s", model, shares or "no more; the policy chooses")
-        return self._described(model, [view for view in self._fleet.views() if view.model == model])
+        return self._described(model, [view for view in self._fleet.views() if view.model == model], failing)
 
-    def ended(self, view: WorkerSnapshot, error: BaseException | None, ttft_s: float, tpot_s: float) -> None:
-        """Count a request that was last placed on this decode worker; 0: it had no such time."""
-        if not view.revision:
+    def ended(
+        self, view: WorkerSnapshot, error: BaseException | None, ttft_s: float, tpot_s: float, lost_on: Collection[str] = ()
+    ) -> None:
+        """Count a request that was last placed on this decode worker; 0: it had no such time. `lost_on`: revisions on which it
+        failed, and was tried again there or elsewhere."""
+        if not (view.revision or any(lost_on) or self.weights(view.model)):
             return
-        seen = self._of(view.model, view.revision)
+        seen, has_failed = self._of(view.model, view.revision), isinstance(error, MeshError) and error.code in _FAULTS
         seen.num_ended += 1
-        seen.num_failed += isinstance(error, MeshError) and error.code in _FAULTS
+        seen.num_failed += has_failed
         if ttft_s:
             seen.ttft_s.append(ttft_s)
         if tpot_s:
             seen.tpot_s.append(tpot_s)
-
-    def lost(self, worker: WorkerKey) -> None:
-        """Count an attempt at a request that failed on this worker, whatever becomes of the request elsewhere."""
-        known = self._fleet.workers.get(worker[0])
-        info = None if known is None or known.last is None else known.last.info
-        if info is not None and info.epoch == worker[1] and info.revision:
-            self._of(info.identity.model, info.revision).num_lost += 1
+        for revision in lost_on:
+            if revision != view.revision or not has_failed:  # one request fails once on a revision
+                self._of(view.model, revision).num_lost += 1
 
     def _of(self, model: str, revision: str) -> Seen:
         seen = self._seen.setdefault((model, revision), Seen())

@@ -5,6 +5,7 @@ fleet, for at most `place_timeout_s`. Nothing is reserved anywhere, so that ther
 """
 
 import asyncio
+from collections.abc import Container, Sequence
 
 import grpc.aio
 
@@ -83,21 +84,14 @@ class EmbedStage:
         """Return the worker with the fewest prompt tokens ahead; one whose circuit breaker is open only if there is no other."""
         ejected = self._core.health_recorder.left_out(self._core.fleet.fleet_snapshot, Role.PREFILL)
         views = [view for view in self._views(request) if view.can_embed]
-        able = self._of_revision(request, views, [view for view in views if view.key not in refused])
+        able = [view for view in views if view.key not in refused]
+        if weights := self._core.rollouts.weights(request.prepared.model.name):
+            able = _of_revision(order(weights, key_of(request.prepared)), views, able, ejected)
         for view in sorted(able, key=lambda view: (view.key in ejected, view.tokens_ahead, view.num_seqs + view.dispatched_seqs)):
             worker = self._core.fleet.workers.get(view.address)
             if worker is not None and worker.current is not None and worker.current.info.epoch == view.epoch:
                 return view, worker, worker.current
         return None
-
-    def _of_revision(self, request: Request, views: list[WorkerSnapshot], able: list[WorkerSnapshot]) -> list[WorkerSnapshot]:
-        """Return those that the split of traffic names, of `able`; all where no worker has a revision that it names."""
-        prepared = request.prepared
-        names = order(self._core.rollouts.weights(prepared.model.name), key_of(prepared))
-        if not any(view.revision in names for view in views):
-            return able
-        of_each = ([view for view in able if view.revision == name] for name in names)
-        return next((found for found in of_each if found), [])
 
     def _check_can(self, request: Request) -> None:
         views = self._views(request)
@@ -157,3 +151,15 @@ async def _answer(
         return await call
     except grpc.aio.AioRpcError as error:
         raise error_from_rpc(error) from error
+
+
+def _of_revision(
+    names: Sequence[str], views: Sequence[WorkerSnapshot], able: Sequence[WorkerSnapshot], ejected: Container[WorkerKey]
+) -> list[WorkerSnapshot]:
+    """Return those of `able` that have the first revision of `names` of which one is not ejected, else the first of which there
+    is one; all where none of `views` has a revision of these."""
+    if not any(view.revision in names for view in views):
+        return list(able)
+    of_each = [[view for view in able if view.revision == name] for name in names]
+    healthy = (found for found in of_each if any(view.key not in ejected for view in found))
+    return next(healthy, next((found for found in of_each if found), []))

@@ -89,7 +89,8 @@ class PlaceStage:
         )
         prepared, now, any_revision = dispatch.request.prepared, time.monotonic(), routing_request
         choice, routing_request = choose(self._core, prepared, any_revision, now)
-        if isinstance(choice, NoPlacement) or not has_room(choice.decode, routing_request):
+        is_split = routing_request is not any_revision
+        if is_split and (isinstance(choice, NoPlacement) or not has_room(choice.decode, routing_request)):
             choice, routing_request = self._core.policy.choose(fleet_snapshot, any_revision, now), any_revision
         if isinstance(choice, NoPlacement) or not has_room(choice.decode, routing_request):
             raise NoRoomElsewhere("no other worker has room")
@@ -122,7 +123,8 @@ class PlaceStage:
         decode = search.avoid | search.refused | search.unfit | ejected_decode
         routing_request = routing_request_for(self._core, dispatch, decode=decode, prefill=ejected_prefill)
         began_ns = timings.now_ns()
-        choice, routing_request = choose(self._core, dispatch.request.prepared, routing_request, time.monotonic())
+        prepared, now = dispatch.request.prepared, time.monotonic()
+        choice, routing_request = choose(self._core, prepared, routing_request, now, search.unfit)
         dispatch.timings.routed(began_ns)
         if isinstance(choice, Placement):
             self._note_decision(dispatch, choice, routing_request, began_ns)
@@ -263,7 +265,7 @@ class ReserveStage:
             dispatch.timings.failed(error.message)
             worker.done(sent)
             give_up(prefill)
-            self._note_refusal(session, error)
+            self._note_refusal(request, session, error)
             if request.num_generated:  # its tokens were faster than the answer to Submit, which was lost
                 request.kind = dispatch.kind = kind_of(session.info)
                 dispatch.emitted = request.tracker.history()
@@ -306,7 +308,7 @@ class ReserveStage:
         if request.ticket is not None:
             self._core.flow_control.placed(request.ticket)
 
-    def _note_refusal(self, session: DecodeSession, error: MeshError) -> None:
+    def _note_refusal(self, request: Request, session: DecodeSession, error: MeshError) -> None:
         """Leave the session; raise the error if only the client can correct it."""
         if isinstance(error, (ResourceExhausted, InvalidArgument)):
             session.refused()
@@ -314,6 +316,7 @@ class ReserveStage:
             logger.warning("Submit of %s to %s: %s %s", session.wire_id, session.info.worker_id, error.code.name, error.message)
             if not isinstance(error, (DeadlineExceeded, FailedPrecondition)):
                 is_lost = session.incarnation.lost.is_set()
+                request.lost_on.add(session.info.revision)
                 self._core.health_recorder.failed(session.key, Role.DECODE, error.message, lost=is_lost)
         session.leave("its Submit failed")
         if isinstance(error, InvalidArgument):

@@ -201,6 +201,7 @@ class PrefillCall:
         late = f"no first token from {self._worker_id} within {waited_s:.2f} s"
         if silent:
             self._core.health_recorder.failed(prefill.key, Role.PREFILL, late, lost=True)
+            self._request.lost_on.add(prefill.info.revision)
         else:
             self._core.health_recorder.took(prefill.key, Role.PREFILL, self._slowness(waited_s))
             self._fetch_failed()  # it may be why the worker is late: the next one is not to wait for it, too
@@ -300,6 +301,7 @@ class PrefillCall:
         if end.outcome is not None and end.outcome.code in _UNANSWERED and self._was_late():
             logger.info("%s: %s, and heartbeats were late, too: it counts against no worker", self._session.wire_id, end.problem)
             return
+        self._request.lost_on.add(self._session.info.revision)  # of the prefill worker as well
         if end.at_fault:
             is_lost = self._prefill.incarnation.lost.is_set()
             self._core.health_recorder.failed(self._prefill.key, Role.PREFILL, end.problem or "", lost=is_lost)

@@ -53,6 +53,7 @@ class Request:
         self.ticket: Ticket | None = None  # admit; account releases it
         self.dispatching: asyncio.Task[None] | None = None  # runs place, reserve, prefill and decode
         self.decision: Decision | None = None  # place: the latest
+        self.lost_on: set[str] = set()  # revisions of workers where it failed, and was tried again
         self.is_submitted = False  # reserve: a Submit was sent
         self.session: DecodeSession | None = None  # decode: the present session
         self.ran_on: worker_pb2.WorkerInfo | None = None  # decode: the latest worker

@@ -220,7 +220,7 @@ class AccountStage:
         trace.ended(request.timings, request.brought, error)
         if request.decision is not None:
             decode = request.decision.placement.decode
-            self._core.rollouts.ended(decode, error, parts.ttft_ns / 1e9, parts.tpot_ns / 1e9)
+            self._core.rollouts.ended(decode, error, parts.ttft_ns / 1e9, parts.tpot_ns / 1e9, request.lost_on)
         self._core.metrics.ended(
             prepared,
             goals_ms(self._core, prepared),
@@ -506,6 +506,7 @@ class Pipeline:
         parts, tracker = request.timings.parts, request.tracker
         logger.warning("%s: %s; %d tokens are out, it goes on elsewhere", session.wire_id, loss, tracker.num_tokens)
         self._core.health_recorder.failed(session.key, Role.DECODE, str(loss), lost=session.incarnation.lost.is_set())
+        request.lost_on.add(session.info.revision)
         request.timings.failed(str(loss))
         tracker.drop_early()
         request.avoid = frozenset({session.key})

@@ -174,8 +174,8 @@ class _CandidateSearch:
         self._fetching: dict[WorkerEstimate, PromptPart] = {}
         self._restoring: dict[WorkerEstimate, PromptPart] = {}
         cached, self._restorable = routing_request.cached_tokens, routing_request.restorable_tokens
-        held = (tokens for key, tokens in cached.items() if key[0] in pool.estimates) if len(cached) <= MAX_CACHED_ON else ()
-        self._held = min(max(held, default=0), routing_request.num_tokens - 1)
+        held = cached if routing_request.revision is None else {key: cached[key] for key in cached if key[0] in pool.estimates}
+        self._held = min(max(held.values(), default=0), routing_request.num_tokens - 1) if len(cached) <= MAX_CACHED_ON else 0
         self._from_tiers: PeerTiers | None = None
         if 0 < len(self._restorable) <= MAX_CACHED_ON:
             self._from_tiers = peer_tiers(routing_request, self._view_of, self._held, routing_request.num_tokens - 1)

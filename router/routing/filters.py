@@ -191,7 +191,9 @@ def blocks_for(num_tokens: int, worker: WorkerSnapshot) -> int:
 def compatible(prefill: WorkerSnapshot, decode: WorkerSnapshot) -> bool:
     """Return True if the pair can hand KV over: equal identity and revision, a layout that converts, and a transport that
     reaches."""
-    if prefill.identity != decode.identity or prefill.revision != decode.revision or prefill.key == decode.key:
+    if prefill.identity != decode.identity or (prefill.address == decode.address and prefill.epoch == decode.epoch):
+        return False
+    if prefill.revision != decode.revision:
         return False
     if prefill.layout is decode.layout and prefill.transports is decode.transports and prefill.transports.reach_all:
         return True  # most pairs are alike, and most decisions ask about dozens of them

@@ -212,7 +212,12 @@ class FleetSnapshot:
                     yield other
 
     def _pool_for(self, view: WorkerSnapshot, before: Pool | None) -> Pool:
-        if before is not None and _is_of(before, view):
+        if (
+            before is not None
+            and before.identity is view.identity
+            and before.model == view.model
+            and before.revision == view.revision
+        ):
             return before  # nearly always, and there are thousands of reports in a second
         key = (view.model, view.identity, view.revision)
         return self._pools.setdefault(key, Pool(*key))
@@ -222,10 +227,6 @@ class FleetSnapshot:
         pool.drop(address)
         if not pool.estimates:
             del self._pools[pool.model, pool.identity, pool.revision]
-
-
-def _is_of(pool: Pool, view: WorkerSnapshot) -> bool:
-    return pool.identity is view.identity and pool.model == view.model and pool.revision == view.revision
 
 
 def is_usable(model: LatencyModel) -> bool:

@@ -7,15 +7,25 @@ The order is that of weighted rendezvous hashing: each revision draws a number f
 and a weight that grows takes keys from other revisions and gives none away.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from math import log
 
 from router.routing.cost_model import is_saturated
-from router.routing.filters import NoPlacement, Placement, RoutingRequest, can_ever_hold, has_room, same_kind
+from router.routing.filters import (
+    NoPlacement,
+    Placement,
+    RoutingRequest,
+    can_ever_hold,
+    can_hand_over,
+    compatible,
+    has_room,
+    same_kind,
+)
 from router.routing.fleet_snapshot import FleetSnapshot
 from router.routing.policy import Policy
+from router.routing.worker_snapshot import Mode, WorkerKey, WorkerSnapshot
 from router.tokenization.prepared_request import PreparedRequest
 
 Weights = tuple[tuple[str, int], ...]
@@ -44,10 +54,17 @@ def _drawn(revision: str, key: str) -> float:
 
 
 def place(
-    policy: Policy, fleet_snapshot: FleetSnapshot, routing_request: RoutingRequest, weights: Weights, key: str, now: float
+    policy: Policy,
+    fleet_snapshot: FleetSnapshot,
+    routing_request: RoutingRequest,
+    weights: Weights,
+    key: str,
+    now: float,
+    unfit: Container[WorkerKey] = (),
 ) -> Choice:
     """Return the policy's choice under a split. Workers of a revision without a weight get the request only where none of those
-    with one could ever take it: a revision that was taken out of traffic stays out, however full the others are."""
+    with one could ever take it: a revision that was taken out of traffic stays out, however full the others are. `unfit`: workers
+    that have said that they never can."""
     if not weights:
         return policy.choose(fleet_snapshot, routing_request, now), routing_request
     found = list[Choice]()
@@ -60,8 +77,8 @@ def place(
     placed = [each for each in found if isinstance(each[0], Placement)]
     if placed:
         return next((each for each in placed if has_room(each[0].decode, each[1])), placed[0])  # type: ignore[union-attr]
-    if any(_is_there(fleet_snapshot, mine) for _, mine in found):
-        return max(found, key=lambda each: isinstance(each[0], NoPlacement) and each[0].full)
+    if any(_is_there(fleet_snapshot, mine, unfit) for _, mine in found):
+        return max(found, key=lambda each: _hope(each[0]))
     return policy.choose(fleet_snapshot, routing_request, now), routing_request
 
 
@@ -73,8 +90,25 @@ def _is_open(choice: Placement, routing_request: RoutingRequest) -> bool:
     return has_room(choice.decode, routing_request)
 
 
-def _is_there(fleet_snapshot: FleetSnapshot, routing_request: RoutingRequest) -> bool:
-    """Return whether a decode worker of the request's revision could take it when it is empty, refusals and ejections aside."""
-    pools = fleet_snapshot.pools(routing_request.model, routing_request.kind, routing_request.revision)
-    views = (pool.estimates[address].view for pool in pools for address in pool.decode_ranking.names)
-    return any(same_kind(view, routing_request) and can_ever_hold(view, routing_request) for view in views)
+def _hope(choice: Placement | NoPlacement) -> tuple[bool, bool]:
+    """Return a sort key: the most promising of several reasons to wait is the greatest."""
+    return (isinstance(choice, NoPlacement) and choice.full, isinstance(choice, NoPlacement) and not choice.never)
+
+
+def _is_there(fleet_snapshot: FleetSnapshot, routing_request: RoutingRequest, unfit: Container[WorkerKey]) -> bool:
+    """Return whether workers of the request's revision could take it when they are empty, refusals and ejections aside."""
+    for pool in fleet_snapshot.pools(routing_request.model, routing_request.kind, routing_request.revision):
+        decodes = (pool.estimates[address].view for address in pool.decode_ranking.names)
+        prefills = [pool.estimates[address].view for address in pool.prefill_ranking.names]
+        for view in decodes:
+            if view.key in unfit or not same_kind(view, routing_request) or not can_ever_hold(view, routing_request):
+                continue
+            if routing_request.mode is not Mode.REMOTE or _has_partner(view, prefills, routing_request):
+                return True
+    return False
+
+
+def _has_partner(decode: WorkerSnapshot, prefills: Sequence[WorkerSnapshot], routing_request: RoutingRequest) -> bool:
+    if not can_hand_over(decode, routing_request):
+        return False
+    return any(can_hand_over(each, routing_request) and compatible(each, decode) for each in prefills)

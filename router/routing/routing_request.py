@@ -50,11 +50,18 @@ def routing_request_of(
     )
 
 
-def choose(core: RouterContext, prepared: PreparedRequest, routing_request: RoutingRequest, now: float) -> Choice:
-    """Return the policy's choice, under the split of traffic between revisions where there is one."""
+def choose(
+    core: RouterContext,
+    prepared: PreparedRequest,
+    routing_request: RoutingRequest,
+    now: float,
+    unfit: frozenset[WorkerKey] = NO_WORKERS,
+) -> Choice:
+    """Return the policy's choice, under the split of traffic between revisions where there is one. `unfit`: workers that have
+    said that they can never compute the request."""
     weights = core.rollouts.weights(prepared.model.name)
     key = key_of(prepared) if weights else ""
-    return place(core.policy, core.fleet.fleet_snapshot, routing_request, weights, key, now)
+    return place(core.policy, core.fleet.fleet_snapshot, routing_request, weights, key, now, unfit)
 
 
 def kind_of_resumed(core: RouterContext, prepared: PreparedRequest) -> tuple[object, ...] | None:

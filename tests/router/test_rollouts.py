@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from pdmesh.cli import parse_options
 from pdmesh.client import wire
-from pdmesh.commands.rollout import PARTS, Options, counted, parse, share_of, stepped, wrong
-from pdmesh.errors import InvalidArgument
+from pdmesh.client.client import Client
+from pdmesh.commands.rollout import PARTS, Options, Rollout, counted, parse, share_of, stepped, wrong
+from pdmesh.errors import FailedPrecondition, InvalidArgument, Unavailable
 from pdmesh.runtime.registry.redis_server import EmbeddedRedis
 from pdmesh.v1 import mesh_pb2
-from router.fleet.rollouts import MAX_WEIGHT, TrafficSplits, checked
+from router.fleet.registry import FleetRegistry
+from router.fleet.rollouts import MAX_WEIGHT, Rollouts, TrafficSplits, checked
 from router.routing.cost_model import Overheads
-from router.routing.filters import NoPlacement, RoutingRequest, compatible, same_kind
+from router.routing.filters import NoPlacement, Placement, RoutingRequest, compatible, same_kind
 from router.routing.fleet_snapshot import FleetSnapshot
 from router.routing.policy import Policy, make_policy
 from router.routing.revisions import order, place
@@ -89,6 +94,18 @@ def test_a_split_stands_in_no_requests_way(policy: Policy) -> None:
 def test_a_hand_off_that_was_asked_for_goes_where_there_are_prefill_workers(policy: Policy) -> None:
     blue, green = (of("blue", "d-blue"), of("blue", "p-blue")), of("green", "d-green")
     assert placed({"blue": 1, "green": 9}, *blue, green, policy=policy, mode=Mode.REMOTE) == {"d-blue": 200}
+    assert placed({"green": 1}, *blue, green, policy=policy, mode=Mode.REMOTE) == {"d-blue": 200}
+    of_green = (green, of("green", "p-green"))
+    assert placed({"green": 1}, *blue, *of_green, policy=policy, mode=Mode.REMOTE) == {"d-green": 200}
+
+
+def test_a_worker_that_said_that_it_never_can_does_not_count() -> None:
+    blue, green = of("blue", "d-blue"), of("green", "d-green")
+    fleet, unfit = FleetSnapshot([blue, green]), frozenset({green.key})
+    request = replace(REQUEST, excluded_decode=unfit)
+    assert isinstance(place(LEAST_LOADED, fleet, request, (("green", 1),), "x", 0.0)[0], NoPlacement)
+    choice, _ = place(LEAST_LOADED, fleet, request, (("green", 1),), "x", 0.0, unfit)
+    assert isinstance(choice, Placement) and choice.decode.worker_id == "d-blue"
 
 
 def test_a_busy_revision_does_not_hold_up_the_others() -> None:
@@ -228,3 +245,71 @@ def test_none_stands_for_workers_that_name_no_revision() -> None:
 def test_the_client_names_a_weight_that_no_message_can_hold(weight: object) -> None:
     with pytest.raises(InvalidArgument, match="the weight of 'green' is"):
         wire.traffic_split("", {"green": weight})  # type: ignore[dict-item]
+
+
+class Router:
+    """Answers as a router does: the split that was set last, with what is said of green next."""
+
+    def __init__(self, *looks: dict[str, int], epochs: Sequence[int] = (), refuses: int = 0) -> None:
+        self.looks, self.epochs, self.refuses = list(looks), list(epochs), refuses
+        self.told: list[dict[str, int]] = []
+
+    def status(self, *, timeout: float | None = None) -> mesh_pb2.GetStatusResponse:
+        green = share("green", **(self.looks.pop(0) if self.looks else {}))
+        split = mesh_pb2.TrafficSplit(model="m", revisions=[share("blue", weight=1), green], is_set=True)
+        return mesh_pb2.GetStatusResponse(epoch=self.epochs.pop(0) if self.epochs else 1, splits=[split])
+
+    def split_traffic(self, weights: dict[str, int], *, model: str = "", timeout: float | None = None) -> None:
+        assert model == "m"
+        if len(self.told) and self.refuses:
+            self.refuses -= 1
+            raise Unavailable("away")
+        self.told.append(dict(weights))
+
+
+GONE = {"num_decode_workers": 0}
+
+
+@pytest.mark.parametrize(
+    ("router", "code", "words"),
+    [
+        (Router(), 0, ""),
+        (Router({}, {"num_ended": 2, "num_failed": 2}), 3, "2 of its 2 requests failed"),
+        (Router({}, {"num_ended": 2, "num_failed": 2}, epochs=[1, 2]), 0, ""),
+        (Router({}, GONE, GONE), 3, "no decode worker any more"),
+        (Router({}, GONE, {}), 0, ""),
+        (Router({}, {"num_ejected": 1}, refuses=3), 3, "ejected"),
+    ],
+    ids=["well", "failures", "another process", "gone", "gone for a moment", "going back is tried again"],
+)
+def test_a_rollout_watches_each_step(
+    router: Router, code: int, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    options = Options(to="green", steps=(50.0, 100.0), hold_s=0.0)
+    assert Rollout(cast(Client, router), options, sleep=lambda _: None).run() == code
+    said = capsys.readouterr()
+    assert words in said.err and bool(words) == ("went before" in said.err)
+    assert router.told[0] == {"blue": 5000, "green": 5000}
+    assert router.told[-1] == ({"blue": 1} if code else {"blue": 0, "green": PARTS})
+
+
+def test_where_going_back_fails_it_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    router = Router({}, {"num_ejected": 1}, refuses=99)
+    with pytest.raises(FailedPrecondition, match="try: pdmesh rollout blue=1"):
+        Rollout(cast(Client, router), Options(to="green", steps=(50.0, 100.0)), sleep=lambda _: None).run()
+
+
+def test_a_request_counts_once_on_each_revision() -> None:
+    rollouts = Rollouts(
+        cast(FleetRegistry, SimpleNamespace(views=lambda: [of("green", "d-green"), of("", "d0")])), TrafficSplits()
+    )
+    green, blue = of("green", "d-green"), of("blue", "d-blue")
+    rollouts.ended(green, None, 0.1, 0.01, {"green"})
+    rollouts.ended(green, Unavailable("lost"), 0.0, 0.0, {"green", "blue"})
+    rollouts.ended(blue, InvalidArgument("prompt", "too long"), 0.1, 0.0)
+    (split,) = rollouts.described(["m"])
+    shown = {each.revision: each for each in split.revisions}
+    assert (shown["green"].num_ended, shown["green"].num_failed, shown["green"].num_lost) == (2, 1, 1)
+    assert shown["green"].ttft_ms == pytest.approx(100) and "blue" not in shown, "it has no worker"

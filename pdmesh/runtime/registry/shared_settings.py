@@ -98,8 +98,8 @@ class SharedSettings(ABC, Generic[K, V]):
         router has written meanwhile stays."""
         assert self._link is not None
         former, self._of_former_secret = self._of_former_secret, {}
-        for key, value in self._entries.items():
-            if key in lost or key in former:
+        for key, value in list(self._entries.items()):
+            if (key in lost or key in former) and self._entries[key] == value:  # else it was put meanwhile
                 field, sealed = self._sealed(key, value)
                 arguments = (self._redis_key, field, former.get(key, b""), sealed)
                 await self._link.call(lambda redis, a=arguments: _swap(redis, *a))  # type: ignore[misc]

@@ -446,8 +446,8 @@ class Answer:
         return known.pop() if len(known) == 1 else None
 
     def _chunk(self, choices: list[JsonObject], fingerprint: str | None) -> JsonObject:
-        head = {**self._head, "object": self._call.shape.chunk_name, "system_fingerprint": fingerprint}
-        chunk = {**head, "choices": choices}
+        shape = self._call.shape
+        chunk = {**self._head, "object": shape.chunk_name, "system_fingerprint": fingerprint, "choices": choices}
         streaming = self._call.streaming
         if streaming is not None and streaming.usage:
             chunk["usage"] = self.usage() if streaming.continuous_usage else None
