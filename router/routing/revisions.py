@@ -65,8 +65,6 @@ def place(
     """Return the policy's choice under a split. Workers of a revision without a weight get the request only where none of those
     with one could ever take it: a revision that was taken out of traffic stays out, however full the others are. `unfit`: workers
     that have said that they never can."""
-    if not weights:
-        return policy.choose(fleet_snapshot, routing_request, now), routing_request
     found = list[Choice]()
     for revision in order(weights, key):
         mine = replace(routing_request, revision=revision)

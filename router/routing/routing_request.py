@@ -59,9 +59,10 @@ def choose(
 ) -> Choice:
     """Return the policy's choice, under the split of traffic between revisions where there is one. `unfit`: workers that have
     said that they can never compute the request."""
-    weights = core.rollouts.weights(prepared.model.name)
-    key = key_of(prepared) if weights else ""
-    return place(core.policy, core.fleet.fleet_snapshot, routing_request, weights, key, now, unfit)
+    weights, fleet_snapshot = core.rollouts.weights(prepared.model.name), core.fleet.fleet_snapshot
+    if not weights:
+        return core.policy.choose(fleet_snapshot, routing_request, now), routing_request
+    return place(core.policy, fleet_snapshot, routing_request, weights, key_of(prepared), now, unfit)
 
 
 def kind_of_resumed(core: RouterContext, prepared: PreparedRequest) -> tuple[object, ...] | None:
