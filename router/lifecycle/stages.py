@@ -402,7 +402,8 @@ ACCOUNT = Stage(
     ("total",),
     (
         "gen_ai.server.request.duration", "gen_ai.client.token.usage", "pdmesh.requests", "pdmesh.tokens",
-        "pdmesh.prediction.error", "pdmesh.prediction.deviation",
+        "pdmesh.prediction.error", "pdmesh.prediction.deviation", "pdmesh.revision.requests", "pdmesh.revision.ttft",
+        "pdmesh.revision.tpot",
     ),
 )  # fmt: skip
 STAGES: Sequence[Stage[object]] = (*INTAKE, *DISPATCH, STREAM, ACCOUNT)

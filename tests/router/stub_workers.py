@@ -54,6 +54,7 @@ class StubWorker(StubPrefill, decode_pb2_grpc.DecodeServiceServicer, worker_pb2_
     latency_model: worker_pb2.LatencyModel | None = None
     lacks: tuple[worker_pb2.EngineLack.ValueType, ...] = ()
     fetch_token_s: float = 0.0
+    revision: str = ""
     epoch: int = field(default_factory=lambda: secrets.randbits(63) or 1)
     # What goes wrong, and when.
     pause_at: int | None = None  # decode stops before the token with this index until `resume`
@@ -138,6 +139,7 @@ class StubWorker(StubPrefill, decode_pb2_grpc.DecodeServiceServicer, worker_pb2_
             engine=self.engine,
             lacks=self.lacks,
             fetch_token_s=self.fetch_token_s,
+            revision=self.revision,
         )
 
     def load(self) -> worker_pb2.LoadReport:

@@ -18,7 +18,8 @@ from router.flow_control.capacity import AdmissionCounts
 from router.telemetry import metrics as telemetry_metrics
 from router.telemetry.fleet_metrics import AdmissionTotals
 from router.telemetry.metrics import RequestMetrics, priority_name
-from tests.router.mesh import Mesh, request, running_mesh
+from tests.router.mesh import Mesh, mesh_of, request, running_mesh
+from tests.router.stub_workers import DECODE, PREFILL, StubWorker
 from tests.runtime.telemetry.scrape import Page, scrape
 
 SHOWN = TelemetryConfig(metrics_port=0)
@@ -114,7 +115,8 @@ async def test_retries_workers_and_objectives(model_folder: Path, promise: str) 
 
 async def test_all_of_the_catalogue_is_shown(model_folder: Path, promise: str) -> None:
     """But what only predictions have, and refusals."""
-    async with running_mesh(model_folder, telemetry=SHOWN, objectives=promise) as mesh:
+    workers = [StubWorker("p0", (PREFILL,), revision="green"), StubWorker("d0", (DECODE,), revision="green")]
+    async with mesh_of(model_folder, workers, telemetry=SHOWN, objectives=promise) as mesh:
         await mesh.generate(request())
         shown = {sample.name for sample in (await look(mesh)).samples}
     without = {telemetry_metrics.PREDICTION_ERROR, telemetry_metrics.PREDICTION_MISS, telemetry_metrics.REFUSED}
