@@ -15,12 +15,11 @@ from google.protobuf.json_format import MessageToJson
 from pdmesh.client.client import Client
 from pdmesh.commands.options import Connection, flat
 from pdmesh.errors import FailedPrecondition, InvalidArgument, MeshError
-from pdmesh.runtime.registry.records import NO_REVISION as UNNAMED
+from pdmesh.runtime.registry.records import MAX_REVISION_WEIGHT, NO_REVISION
 from pdmesh.v1 import mesh_pb2
 
 PARTS = 10_000
 """Sum of the weights that steps set: a step may be a hundredth of a percent."""
-MAX_WEIGHT = 1_000_000
 
 CHECK_S = 1.0
 FEWEST_FAILED = 2
@@ -38,7 +37,7 @@ class Options:
     weights: tuple[str, ...] = field(
         default=(),
         metadata={
-            "help": f"REVISION=WEIGHT of each ({UNNAMED}: workers without one), also as bare words; empty: show",
+            "help": f"REVISION=WEIGHT of each ({NO_REVISION}: workers without one), also as bare words; empty: show",
             "positional": True,
         },
     )
@@ -72,8 +71,8 @@ def parse(shares: tuple[str, ...]) -> dict[str, int]:
     weights = dict[str, int]()
     for share in shares:
         revision, equals, number = share.partition("=")
-        if not revision or not equals or not number.isdecimal() or int(number[:9]) > MAX_WEIGHT or len(number) > 9:
-            raise ValueError(f"weights: {share[:80]!r} is not REVISION=WEIGHT with a whole number up to {MAX_WEIGHT}")
+        if not revision or not equals or not number.isdecimal() or int(number[:9]) > MAX_REVISION_WEIGHT or len(number) > 9:
+            raise ValueError(f"weights: {share[:80]!r} is not REVISION=WEIGHT with a whole number up to {MAX_REVISION_WEIGHT}")
         if named(revision) in weights:
             raise ValueError(f"weights: {revision[:80]!r} is named twice")
         weights[named(revision)] = int(number)
@@ -82,7 +81,7 @@ def parse(shares: tuple[str, ...]) -> dict[str, int]:
 
 def named(revision: str) -> str:
     """Return the revision as messages have it."""
-    return "" if revision == UNNAMED else revision
+    return "" if revision == NO_REVISION else revision
 
 
 def run(options: Options) -> int:
@@ -113,7 +112,9 @@ def in_words(split: mesh_pb2.TrafficSplit) -> str:
 
 def _share(share: mesh_pb2.RevisionShare, total: int) -> str:
     part = f"{share.weight / total:.4g}" if total else "-"
-    told = f"{share.revision or UNNAMED}: share {part}, {share.num_prefill_workers} prefill, {share.num_decode_workers} decode"
+    told = (
+        f"{share.revision or NO_REVISION}: share {part}, {share.num_prefill_workers} prefill, {share.num_decode_workers} decode"
+    )
     told += f", {share.num_running} running, {share.num_failed} of {share.num_ended} failed, {share.num_lost} tried again"
     if share.ttft_ms:
         told += f", TTFT {share.ttft_ms:.0f} ms"
@@ -147,7 +148,7 @@ class Rollout:
         options, base = self._options, self._look()
         before = base.split
         if not _of(before, self._to).num_decode_workers:
-            there = ", ".join(share.revision or UNNAMED for share in before.revisions if share.num_decode_workers)
+            there = ", ".join(share.revision or NO_REVISION for share in before.revisions if share.num_decode_workers)
             raise InvalidArgument("to", f"no decode worker has revision {options.to!r}; there are: {there or 'none'}")
         self._model = before.model
         steps = [percent for percent in options.steps if percent >= share_of(before, self._to)]
@@ -196,7 +197,7 @@ class Rollout:
         for number in STOPPING:
             signal.signal(number, signal.SIG_IGN)
         weights = {share.revision: share.weight for share in before.revisions if share.weight} if before.is_set else {}
-        spelled = " ".join(f"{name or UNNAMED}={weight}" for name, weight in weights.items()) or "--clear"
+        spelled = " ".join(f"{name or NO_REVISION}={weight}" for name, weight in weights.items()) or "--clear"
         for left in reversed(range(NUM_TRIES_BACK)):
             try:
                 self._set(weights)

@@ -27,7 +27,7 @@ from router.routing.revisions import Weights
 from router.routing.worker_snapshot import WorkerKey, WorkerSnapshot
 
 PERIOD_S, FIRST_READ_S = 1.0, 2.0
-MAX_WEIGHT, MAX_REVISIONS = 1_000_000, 64
+MAX_REVISIONS = 64
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +57,8 @@ def checked(weights: Iterable[tuple[str, int]]) -> Weights:
             records.check_revision(revision)
         if revision in found:
             raise ValueError(f"revision {revision!r} is named twice")
-        if not 0 <= weight <= MAX_WEIGHT:
-            raise ValueError(f"the weight of {revision!r} is {weight}, and not 0 to {MAX_WEIGHT}")
+        if not 0 <= weight <= records.MAX_REVISION_WEIGHT:
+            raise ValueError(f"the weight of {revision!r} is {weight}, and not 0 to {records.MAX_REVISION_WEIGHT}")
         found[revision] = weight
     if len(found) > MAX_REVISIONS:
         raise ValueError(f"{len(found)} revisions are more than {MAX_REVISIONS}")

@@ -44,7 +44,7 @@ def key_of(prepared: PreparedRequest) -> str:
 
 def order(weights: Sequence[tuple[str, int]], key: str) -> list[str]:
     """Return the revisions with a weight, the one that this key belongs to first."""
-    return sorted((name for name, weight in weights if weight), key=lambda name: _drawn(name, key) / dict(weights)[name])
+    return [name for _, name in sorted((_drawn(name, key) / weight, name) for name, weight in weights if weight)]
 
 
 def _drawn(revision: str, key: str) -> float:

@@ -17,10 +17,11 @@ from pdmesh.client import wire
 from pdmesh.client.client import Client
 from pdmesh.commands.rollout import PARTS, Options, Rollout, counted, parse, share_of, stepped, wrong
 from pdmesh.errors import FailedPrecondition, InvalidArgument, Unavailable
+from pdmesh.runtime.registry.records import MAX_REVISION_WEIGHT
 from pdmesh.runtime.registry.redis_server import EmbeddedRedis
 from pdmesh.v1 import mesh_pb2
 from router.fleet.registry import FleetRegistry
-from router.fleet.rollouts import MAX_WEIGHT, Rollouts, TrafficSplits, checked
+from router.fleet.rollouts import Rollouts, TrafficSplits, checked
 from router.routing.cost_model import Overheads
 from router.routing.filters import NoPlacement, Placement, RoutingRequest, compatible, same_kind
 from router.routing.fleet_snapshot import FleetSnapshot
@@ -120,7 +121,7 @@ def test_a_busy_revision_does_not_hold_up_the_others() -> None:
         ([("none", 1)], "stands for the workers that name none"),
         ([("a" * 65, 1)], "is not 1 to 64"),
         ([("a", 1), ("a", 2)], "named twice"),
-        ([("a", MAX_WEIGHT + 1)], "not 0 to"),
+        ([("a", MAX_REVISION_WEIGHT + 1)], "not 0 to"),
         ([("a", -1)], "not 0 to"),
         ([("a", 0), ("b", 0)], "all weights are 0"),
         ([(f"r{number}", 1) for number in range(65)], "are more than 64"),

@@ -39,6 +39,8 @@ def check_id(name: str, value: str) -> str:
 
 NO_REVISION = "none"
 """What people call the workers that name no revision."""
+MAX_REVISION_WEIGHT = 1_000_000
+"""Greatest weight of a revision in a split of traffic."""
 
 
 def check_revision(value: str) -> str:

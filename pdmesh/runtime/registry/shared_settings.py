@@ -140,14 +140,13 @@ class SharedSettings(ABC, Generic[K, V]):
 
 _SWAP = """
 local now = redis.call('HGET', KEYS[1], ARGV[1])
-if now == ARGV[2] or (not now and ARGV[2] == '') then return redis.call('HSET', KEYS[1], ARGV[1], ARGV[3]) end
-return -1
+if now == ARGV[2] or (not now and ARGV[2] == '') then redis.call('HSET', KEYS[1], ARGV[1], ARGV[3]) end
 """
 """Writes a field that is still what was read; an empty text stands for one that is missing."""
 
 
-async def _swap(redis: Redis, key: str, field: str, before: bytes, value: str | bytes) -> int:
-    return int(await redis.eval(_SWAP, 1, key, field, before, value))
+async def _swap(redis: Redis, key: str, field: str, before: bytes, value: str | bytes) -> None:
+    await redis.eval(_SWAP, 1, key, field, before, value)
 
 
 async def _put(redis: Redis, key: str, field: str, value: str | bytes) -> int:
