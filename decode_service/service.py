@@ -19,6 +19,7 @@ from decode_service.validation import (
     Translate,
     check_attach,
     check_id,
+    given_back,
     has_passed,
     released_by_worker,
 )
@@ -265,11 +266,12 @@ class DecodeService:
         """Wait until no request holds anything in the engine."""
         await self.reservations.wait_idle()
 
-    async def abandon(self, reason: str) -> None:
-        """Give up running requests: routers get UNAVAILABLE and continue on other workers. Returns when everything is
-        released."""
+    async def abandon(self, reason: str, *, is_fault: bool = True) -> None:
+        """Give up running requests: routers get UNAVAILABLE, or ABORTED where that is no fault of the worker, and continue on
+        other workers. Returns when everything is released."""
+        failure = released_by_worker(reason) if is_fault else given_back(reason)
         for record in self.reservations.active:
-            await self.reservations.end(record, Failed(reason), released_by_worker(reason))
+            await self.reservations.end(record, Failed(reason), failure)
         await self.reservations.wait_idle()
 
     def close_streams(self) -> None:

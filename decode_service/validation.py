@@ -147,6 +147,11 @@ def released_by_worker(reason: str) -> Unavailable:
     return Unavailable(f"this worker gave the request up: {reason}")
 
 
+def given_back(reason: str) -> Aborted:
+    """Return the error for a request that this worker gives back to its router, and which says nothing about the worker."""
+    return Aborted(f"this worker gave the request back: {reason}")
+
+
 def refusal_of(error: InvalidTransition) -> MeshError:
     """Return the error of a Submit that the state machine does not allow."""
     if isinstance(error, StaleAttempt):

@@ -100,6 +100,7 @@ COMMANDS: dict[str, Command] = {
     "explain": Command("why a request went where it went, or where one would go now"),
     "roles": Command("change the roles of a worker while it runs"),
     "models": Command("list models, or fetch or convert one"),
+    "serving": Command("pause a mesh, let it sleep with its memory given back, or have it run again"),
     "weights": Command("have a mesh compute with other weights of its model, while it serves"),
     "rollout": Command("share new requests between revisions of a model's workers, or shift them step by step"),
     "adapters": Command("list LoRA adapters, or load or unload one on every worker of a model"),

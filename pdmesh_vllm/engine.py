@@ -19,7 +19,7 @@ from kvtransfer.conversion import FP8Scales
 from kvtransfer.manifest import KVMemory
 from kvtransfer.staging import StagedMemory
 from pdmesh.adapter_id import named_folder
-from pdmesh.engine.errors import EngineStopped, WeightsRefused
+from pdmesh.engine.errors import EngineStopped, SleepRefused, WeightsRefused
 from pdmesh.engine.hardware import MachineLimits, measure_limits
 from pdmesh.engine.interface import NO_STATES, ReservedBlocks
 from pdmesh.engine.kernels.cpu import library
@@ -166,6 +166,18 @@ class VllmEngine:
 
     async def take_weights(self, prepared: PreparedWeights) -> float:
         raise AssertionError("nothing was loaded")
+
+    async def pause(self) -> None:
+        await self.calls.pause()
+
+    async def resume(self) -> None:
+        await self.calls.resume()
+
+    async def fall_asleep(self) -> int:
+        raise SleepRefused("state: vLLM as the engine of a worker does not sleep; pause it, or stop the worker")
+
+    async def wake(self) -> None:
+        return  # it is never asleep
 
     def first_stats(self) -> EngineStats:
         return self.core.stats()

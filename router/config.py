@@ -37,6 +37,7 @@ _POSITIVE = (
     "reattach_grace_s",
     "submit_timeout_s",
     "place_timeout_s",
+    "paused_timeout_s",
     "resubmit_timeout_s",
     "room_timeout_s",
     "forget_worker_s",
@@ -235,6 +236,10 @@ class RouterConfig:
             "help": "of pools that may go to zero: how long a request waits while its model has no worker at all, and the router "
             "is ready without workers; 0: neither"
         },
+    )
+    paused_timeout_s: float = field(
+        default=600.0,
+        metadata={"help": "how long a request waits while workers of its model are paused or asleep, and none takes it"},
     )
     resubmit_timeout_s: float = field(
         default=30.0, metadata={"help": "how long a started request waits for a worker after a loss"}

@@ -347,7 +347,7 @@ class RouterContext:
     @property
     def is_ready(self) -> bool:
         """Return whether requests can be taken: a decode worker serves, or they may wait for the first one."""
-        return self.config.wake_timeout_s > 0 or self.fleet.ready()
+        return self.config.wake_timeout_s > 0 or self.fleet.ready() or self.fleet.is_any_stopped
 
     def max_context(self, model: ServedModel) -> int:
         """Return the tokens that a request to `model` may have: those of the largest known worker, which may read the model's

@@ -169,7 +169,8 @@ class StubControl(worker_pb2_grpc.WorkerControlServicer):
     epoch: int = field(default_factory=lambda: secrets.randbits(62) + 1)
     address: str = ""
 
-    LoadAdapter = UnloadAdapter = ListAdapters = ReleaseRetained = SendBlocks = WatchBlocks = WarmPrefix = UpdateWeights = None  # type: ignore[assignment]
+    LoadAdapter = UnloadAdapter = ListAdapters = ReleaseRetained = SendBlocks = WatchBlocks = WarmPrefix = None  # type: ignore[assignment]
+    UpdateWeights = SetServing = None  # type: ignore[assignment]
 
     async def GetInfo(self, request: worker_pb2.GetInfoRequest, context: object) -> worker_pb2.WorkerInfo:
         """The same for both, but for name and role."""

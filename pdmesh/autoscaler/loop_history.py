@@ -51,7 +51,7 @@ def held_of(decision: Decision) -> Held | None:
     """Return the hold of a decision that is worth an entry; a cool-down is not."""
     pools = [pool for pool in decision.pools if _is_outage(pool.held)]
     if decision.held is not None:
-        return Held("stale", decision.held)
+        return Held(decision.held_by, decision.held)
     what = "; ".join(f"{pool.name}: {pool.held}" for pool in pools)
     return Held(what, "; ".join(f"{pool.name}: {pool.reason}" for pool in pools)) if pools else None
 

@@ -38,7 +38,7 @@ ALL = (
 
 SERVICE = "pdmesh-autoscaler"
 """The service name in collectors and scrapers."""
-_HOLDS = ("stale", "cool-down", "step", "budget", "grew", "set by", "failed starts")
+_HOLDS = ("stale", "stopped", "cool-down", "step", "budget", "grew", "set by", "failed starts")
 """The first words of known reasons of a hold; any other reason has varying figures or names in it."""
 OTHER_HOLD = "hold"
 
@@ -89,7 +89,7 @@ class AutoscalerMetrics:
         for pool in decision.pools:
             readings.put(WANTED, pool.replicas, pool.name.value)
             readings.put(REPLICAS, pool.before, pool.name.value)
-        readings.put(HELD, decision.held is not None, "stale")
+        readings.put(HELD, decision.held is not None and decision.held_by == "stale", "stale")  # a pause is no fault
 
 
 def hold_name(held: str | None) -> str:

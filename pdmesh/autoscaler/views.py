@@ -63,8 +63,8 @@ class PoolView:
     asked for, including those not created yet. `num_draining` finish their work and accept nothing new.
 
     `latency` and `limits` are those of a typical worker; None: none has reported yet. `keeps_pace`: all of them do.
-    `kv_occupancy`: share of the pool's KV in
-    use. `num_borrowed` of the ready ones belong to the other pool. `age_s`: of the oldest of these figures."""
+    `kv_occupancy`: share of the pool's KV in use. Of the ready ones `num_borrowed` belong to the other pool, and `num_stopped` are
+    paused or asleep. `age_s`: of the oldest of these figures."""
 
     name: PoolName
     num_ready: int
@@ -77,6 +77,7 @@ class PoolView:
     age_s: float = 0.0
     hold: Hold | None = None
     keeps_pace: bool = True
+    num_stopped: int = 0
 
     @property
     def num_replicas(self) -> int:
@@ -139,11 +140,12 @@ class Flip:
 
 @dataclass(frozen=True)
 class Decision:
-    """Hold the decision for all pools. `held`: why nothing was decided, None otherwise."""
+    """Hold the decision for all pools. `held`: why nothing was decided, None otherwise; `held_by` names that in a word."""
 
     pools: tuple[PoolDecision, ...]
     flips: tuple[Flip, ...] = ()
     held: str | None = None
+    held_by: str = "stale"
 
     def replicas(self, name: PoolName) -> int:
         """Return the replicas of one pool."""

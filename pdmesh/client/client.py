@@ -229,6 +229,20 @@ class Client(_Base):
         request = mesh_pb2.MeshUpdateWeightsRequest(model=model, folder=folder)
         return self._unary(lambda stub: stub.UpdateWeights, request, timeout)
 
+    def set_serving(
+        self,
+        state: str,
+        *,
+        finish_running: bool = False,
+        finish_s: float = 30.0,
+        model: str = "",
+        timeout: float | None = None,
+    ) -> mesh_pb2.MeshSetServingResponse:
+        """Have every worker of a model be "running", "paused" or "asleep". Requests wait meanwhile; those that ran go on with the
+        same tokens. `finish_running`: they end first, for `finish_s` at most. Raises ValueError for another state."""
+        request = wire.serving(state, model, finish_s if finish_running else None)
+        return self._unary(lambda stub: stub.SetServing, request, timeout)
+
     def split_traffic(
         self, weights: Mapping[str, int], *, model: str = "", timeout: float | None = None
     ) -> mesh_pb2.TrafficSplit:
@@ -387,6 +401,19 @@ class AsyncClient(_Base):
         """See Client.update_weights."""
         request = mesh_pb2.MeshUpdateWeightsRequest(model=model, folder=folder)
         return await self._unary(lambda stub: stub.UpdateWeights, request, timeout)
+
+    async def set_serving(
+        self,
+        state: str,
+        *,
+        finish_running: bool = False,
+        finish_s: float = 30.0,
+        model: str = "",
+        timeout: float | None = None,
+    ) -> mesh_pb2.MeshSetServingResponse:
+        """See Client.set_serving."""
+        request = wire.serving(state, model, finish_s if finish_running else None)
+        return await self._unary(lambda stub: stub.SetServing, request, timeout)
 
     async def split_traffic(
         self, weights: Mapping[str, int], *, model: str = "", timeout: float | None = None

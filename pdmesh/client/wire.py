@@ -37,7 +37,7 @@ from pdmesh.client.types import (
     Usage,
 )
 from pdmesh.errors import InvalidArgument
-from pdmesh.v1 import common_pb2, mesh_pb2
+from pdmesh.v1 import common_pb2, mesh_pb2, worker_pb2
 
 # A constraint on the output, from the keyword arguments of a request to the wire.
 
@@ -442,3 +442,22 @@ def traffic_split(model: str, weights: Mapping[str, int]) -> mesh_pb2.SetTraffic
             raise InvalidArgument("weights", f"the weight of {revision[:80]!r} is {weight!r}; give a whole number from 0")
     shares = [mesh_pb2.RevisionWeight(revision=revision, weight=weight) for revision, weight in weights.items()]
     return mesh_pb2.SetTrafficSplitRequest(model=model, weights=shares)
+
+
+_SERVING_STATES = {
+    "running": worker_pb2.SERVING_STATE_RUNNING,
+    "paused": worker_pb2.SERVING_STATE_PAUSED,
+    "asleep": worker_pb2.SERVING_STATE_ASLEEP,
+}
+
+
+def serving(state: str, model: str, finish_s: float | None) -> mesh_pb2.MeshSetServingRequest:
+    """Return the request to be in `state`; `finish_s` None: what runs is not waited for. Raises ValueError."""
+    if state not in _SERVING_STATES:
+        raise ValueError(f"state: {state!r} is none of {', '.join(_SERVING_STATES)}")
+    asked = worker_pb2.SetServingRequest(state=_SERVING_STATES[state], finish_running=finish_s is not None)
+    if finish_s is not None:
+        if not 0 < finish_s <= 24 * 3600:
+            raise ValueError(f"finish_s: {finish_s} is not above 0 and at most a day")
+        asked.timeout_ms = max(1, round(1000 * finish_s))
+    return mesh_pb2.MeshSetServingRequest(model=model, serving=asked)

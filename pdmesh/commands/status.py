@@ -245,9 +245,15 @@ def _kept_share(proposer: worker_pb2.ProposerReport) -> str:
 
 
 def _state(worker: mesh_pb2.WorkerStatus) -> str:
-    if not worker.alive:
-        return "lost"
-    return "draining" if worker.load.draining else "alive"
+    return "lost" if not worker.alive else state_of(worker.load)
+
+
+def state_of(load: worker_pb2.LoadReport) -> str:
+    """Return the state of a live worker in a word."""
+    if load.draining:
+        return "draining"
+    stopped = {worker_pb2.SERVING_STATE_PAUSED: "paused", worker_pb2.SERVING_STATE_ASLEEP: "asleep"}
+    return stopped.get(load.serving_state, "alive")
 
 
 def role_names(roles: Sequence[worker_pb2.Role.ValueType]) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import grpc.aio
 
 from pdmesh.client.channel import open_aio_channel
-from pdmesh.commands.status import may_redraw, role_names
+from pdmesh.commands.status import may_redraw, role_names, state_of
 from pdmesh.errors import error_from_rpc
 from pdmesh.launcher import local_state
 from pdmesh.runtime.addresses import canonical
@@ -87,7 +87,7 @@ def worker_view(worker: mesh_pb2.WorkerStatus) -> dict[str, Any]:
         "engine": info.engine,
         "reproducible": not may_redraw(worker),
         "roles": role_names(load.roles or info.roles).split(","),
-        "state": "lost" if not worker.alive else "draining" if load.draining else "alive",
+        "state": "lost" if not worker.alive else state_of(load),
         "age_ms": worker.report_age_ms,
         "running": load.num_running,
         "waiting": load.num_waiting,

@@ -19,14 +19,13 @@ lock is released, since the source of a copy may be free by then.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 
 from torch import Tensor
 
-from pdmesh.adapter_id import AdapterId
 from pdmesh.engine.block_sharing import BlockSharing
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.hardware import cost_of
@@ -56,6 +55,7 @@ from pdmesh.engine.scheduler.scheduler import Scheduler, SchedulerOutput, TpotLi
 from pdmesh.engine.scheduler.sequence import Phase
 from pdmesh.engine.scheduler.sequence import Sequence as EngineSequence
 from pdmesh.engine.scheduler.stats import Counters, EngineStatsCollector, OutputProcessor
+from pdmesh.engine.sleep import EngineSleep
 from pdmesh.engine.speculation.calibration import LONGEST, Circumstances, measure_curve, processor_name
 from pdmesh.engine.speculation.draft import Draft
 from pdmesh.engine.speculation.handover import unpacked
@@ -99,10 +99,9 @@ class Engine:
         """
         config.validate()
         config.check_own_ranks()
-        if loaded is None:
-            if proposers is None:
-                check_speculation(config)
-            loaded = load_model(config)
+        if loaded is None and proposers is None:
+            check_speculation(config)
+        loaded = load_model(config) if loaded is None else loaded
         self.config = config
         self._loaded = loaded
         self.model_config = loaded.config
@@ -128,16 +127,14 @@ class Engine:
             parts = Parts(config, loaded, drafts, self.kv, self._allocator, sampler, lambda: len(self._scheduler.running))
             proposers = make_proposers(parts)
         self.speculator = self._make_speculator(proposers, loaded) if proposers else None
-        self.adapters = AdapterRegistry(config.num_adapter_slots, loaded.adapter_slots, self._adapters_in_use)
+        slots = (config.num_adapter_slots, loaded.adapter_slots)
+        self.adapters = AdapterRegistry(*slots, lambda: (group.request.adapter for group in self._table))
         self._runner = self._make_runner(loaded)
         self.pacer = TpotLimiter(is_on=config.keep_pace)
         self._scheduler = Scheduler(self._allocator, config.max_num_batched_tokens, self.pacer, self._num_logits_rows())
         # Drafts are made from tokens that the host has read: with a proposer no step is launched ahead.
-        self._overlap = (
-            None
-            if self.speculator
-            else overlap_scheduler(self._runner, loaded, sampler, self._scheduler, self._allocator, config)
-        )
+        steps = (self._runner, loaded, sampler, self._scheduler, self._allocator, config)
+        self._overlap = None if self.speculator else overlap_scheduler(*steps)
         self.versions, self._clock = self._runner.versions, clock
         self._table = RequestTable(limits, self._allocator, self._scheduler, self.adapters.may_have, self.versions.check)
         self._reservations = Reservations(limits, self._table, self._allocator, self._scheduler)
@@ -164,6 +161,11 @@ class Engine:
     def sharing(self) -> BlockSharing:
         """Return what moves blocks of the prefix cache from and to other workers."""
         return BlockSharing(self._table, self._allocator, self.reserve)
+
+    @cached_property
+    def sleep(self) -> EngineSleep:
+        """Return what gives memory back while nothing is to be computed."""
+        return EngineSleep(self.kv, self._allocator, self.versions)
 
     def restate(self, request_id: str, request: EngineRequest) -> ReservedBlocks | None:
         """Return the same reservation for a request with more history, grown if it needs more blocks; None: no room, nothing
@@ -391,8 +393,8 @@ class Engine:
 
     def watch_blocks(self, max_changes: int) -> BlockLog:
         """Log the prefix cache's changes from now on, at most `max_changes` at a time. Call it before the first request."""
-        self._pool.log = BlockLog(max_changes)
-        return self._pool.log
+        self._pool.log = log = BlockLog(max_changes)
+        return log
 
     def take_block_changes(self) -> BlockChanges | None:
         """Return what the prefix cache gained and lost since the last call; None: nothing, or watch_blocks() was not called."""
@@ -418,15 +420,13 @@ class Engine:
         """End the other ranks, if there are any, and free the memory. Nothing may run on it any more; idempotent."""
         if self._parallel is not None:
             self._parallel.close()
+        self.sleep.close()
         self.kv.close()
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless free + used == total and every reference is accounted for. Also runs whenever idle."""
         with self._lock:
             check_integrity(self._allocator, self._table, self._scheduler)
-
-    def _adapters_in_use(self) -> Iterable[AdapterId | None]:
-        return (group.request.adapter for group in self._table)
 
     def _make_speculator(self, proposers: Sequence[Proposer], loaded: LoadedModel) -> Speculator:
         limits, config = self._limits(), self.config

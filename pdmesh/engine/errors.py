@@ -36,6 +36,10 @@ class WeightsRefused(EngineError, ValueError):
     what."""
 
 
+class SleepRefused(EngineError):
+    """This engine cannot give its memory back. The message says why, and what to do instead."""
+
+
 class RequestTooLarge(EngineError):
     """The request can never fit this engine's context, pool of blocks or number of sequences. Waiting does not help."""
 

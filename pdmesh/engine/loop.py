@@ -8,7 +8,8 @@
 
 Neither waits for the other: the event loop queues commands and continues; the engine posts results and continues. What needs no
 step does not wait for one either: `now` calls a function of the engine that takes its lock, which a step holds for moments only.
-Only an engine with nothing to do sleeps, on the queue. Context variables do not cross: spans belong to the task that calls.
+Only an engine with nothing to do, or one that is paused, sleeps, on the queue. Context variables do not cross: spans belong to
+the task that calls.
 """
 
 from __future__ import annotations
@@ -94,6 +95,7 @@ class EngineLoop(Generic[E]):
         self._pipe: tuple[int, int] | None = None
         self._commands: queue.SimpleQueue[_Command[E, object] | None] = queue.SimpleQueue()  # None: stop
         self._closed_reason: str | None = "the engine loop has not been started"
+        self._is_paused = False  # read and written by the thread
         self._thread = threading.Thread(target=self._enter, name="engine", daemon=True)
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -134,6 +136,17 @@ class EngineLoop(Generic[E]):
         self._commands.put(command)  # type: ignore[arg-type]  # the queue takes commands with any result
         return await asyncio.wrap_future(command.future)
 
+    async def pause(self) -> None:
+        """Run no step from now on; functions run as before. It returns when the step under way has ended; idempotent."""
+        await self.call(lambda _engine: self._set_paused(is_paused=True))
+
+    async def resume(self) -> None:
+        """Run steps again; idempotent."""
+        await self.call(lambda _engine: self._set_paused(is_paused=False))
+
+    def _set_paused(self, *, is_paused: bool) -> None:
+        self._is_paused = is_paused
+
     async def stop(self) -> None:
         """Run what was called before, then end the thread and wait for it. Idempotent."""
         if self._closed_reason is None:
@@ -163,7 +176,9 @@ class EngineLoop(Generic[E]):
         """Run the engine thread."""
         may_have_work = False
         try:
-            while self._run_commands(wait=not may_have_work):
+            while self._run_commands(wait=self._is_paused or not may_have_work):
+                if self._is_paused:
+                    continue
                 result = self._engine.step()
                 may_have_work = result is not None
                 if result is not None:

@@ -81,6 +81,10 @@ class WeightVersions:
             if weights_hash not in used and now_s - replaced_s > GRACE_S:
                 del self._earlier[weights_hash]
 
+    def drop_earlier(self) -> None:
+        """Drop all earlier versions, which no request needs."""
+        self._earlier.clear()
+
     def of(self, weights_hash: str) -> WeightVersion:
         """Return a version that is here."""
         return self.current if weights_hash == self.current.weights_hash else self._earlier[weights_hash][0]

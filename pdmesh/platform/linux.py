@@ -12,6 +12,7 @@ import socket
 import struct
 import sys
 from collections.abc import Collection
+from pathlib import Path
 
 from pdmesh.platform import parent_death_program
 
@@ -121,14 +122,38 @@ def collapse_pages(start: int, num_bytes: int) -> None:
     _advise(start, num_bytes, _MADV_COLLAPSE, "MADV_COLLAPSE")
 
 
-def map_file_at(address: int, num_bytes: int, fd: int) -> None:
-    """Map the beginning of a file read-only at `address`, in place of what is mapped there: memory of the caller's own."""
+def forget_pages(start: int, num_bytes: int) -> None:
+    """Give the pages of these addresses back. Private memory reads as zeros from then on; a mapped file as the file, whose pages
+    the system may forget. `start` is at the beginning of a page."""
+    if sys.platform != "linux":
+        raise _absent("MADV_DONTNEED")
+    _advise(start, num_bytes, mmap.MADV_DONTNEED, "MADV_DONTNEED")
+
+
+def own_memory() -> list[tuple[int, int]]:
+    """Return the addresses [start, end) that are writable memory of this process alone, of no file. Raises OSError."""
+    if sys.platform != "linux":
+        raise _absent("/proc/self/maps")
+    found: list[tuple[int, int]] = []
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
+        addresses, access, _offset, _device, inode = line.split(maxsplit=5)[:5]
+        if access.startswith("rw") and access.endswith("p") and inode == "0":
+            start, end = (int(each, 16) for each in addresses.split("-"))
+            if found and found[-1][1] == start:
+                start = found.pop()[0]
+            found.append((start, end))
+    return found
+
+
+def map_file_at(address: int, num_bytes: int, fd: int, *, writable: bool = False) -> None:
+    """Map the beginning of a file at `address`, in place of what is mapped there: memory of the caller's own."""
     if sys.platform != "linux":
         raise _absent("MAP_FIXED")
     call = ctypes.CDLL(None, use_errno=True).mmap
     call.restype = ctypes.c_void_p
     call.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
-    if call(address, num_bytes, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) != address:
+    access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    if call(address, num_bytes, access, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) != address:
         raise _failed("mmap(MAP_FIXED)")
 
 

@@ -102,6 +102,90 @@ BREAKER_STATE_HALF_OPEN: BreakerState.ValueType  # 3
 Global___BreakerState: _TypeAlias = BreakerState  # noqa: Y015
 
 @_typing.final
+class MeshSetServingRequest(_message.Message):
+    """MeshSetServingRequest names the model, and what its workers are to do."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    SERVING_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """model that is served. Empty is allowed while the mesh serves exactly one."""
+    @_builtins.property
+    def serving(self) -> _worker_pb2.SetServingRequest:
+        """state, finish_running and timeout_ms for each worker."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        serving: _worker_pb2.SetServingRequest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["serving", b"serving"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "serving", b"serving"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MeshSetServingRequest: _TypeAlias = MeshSetServingRequest  # noqa: Y015
+
+@_typing.final
+class MeshSetServingResponse(_message.Message):
+    """MeshSetServingResponse says which workers do that."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerServing]:
+        """workers of the model."""
+
+    def __init__(
+        self,
+        *,
+        workers: _abc.Iterable[Global___WorkerServing] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MeshSetServingResponse: _TypeAlias = MeshSetServingResponse  # noqa: Y015
+
+@_typing.final
+class WorkerServing(_message.Message):
+    """WorkerServing says what became of one worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    SERVING_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """worker_id of it."""
+    error: _builtins.str
+    """error, for people; empty: it does."""
+    @_builtins.property
+    def serving(self) -> _worker_pb2.SetServingResponse:
+        """serving is its answer; absent with an error."""
+
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        error: _builtins.str = ...,
+        serving: _worker_pb2.SetServingResponse | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["serving", b"serving"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "serving", b"serving", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerServing: _TypeAlias = WorkerServing  # noqa: Y015
+
+@_typing.final
 class SetTrafficSplitRequest(_message.Message):
     """SetTrafficSplitRequest names the shares."""
 

@@ -101,6 +101,11 @@ class MeshStub:
                 request_serializer=pdmesh_dot_v1_dot_mesh__pb2.SetTrafficSplitRequest.SerializeToString,
                 response_deserializer=pdmesh_dot_v1_dot_mesh__pb2.SetTrafficSplitResponse.FromString,
                 _registered_method=True)
+        self.SetServing = channel.unary_unary(
+                '/pdmesh.v1.Mesh/SetServing',
+                request_serializer=pdmesh_dot_v1_dot_mesh__pb2.MeshSetServingRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_mesh__pb2.MeshSetServingResponse.FromString,
+                _registered_method=True)
 
 
 class MeshServicer:
@@ -213,6 +218,16 @@ class MeshServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetServing(self, request, context):
+        """SetServing pauses every worker of a model, lets it sleep, or has it run again. It returns when all have answered. Meanwhile requests
+        wait, for the router's --paused-timeout-s or until their deadline, and none is lost: those that ran go on with the same tokens.
+        INVALID_ARGUMENT names the field; NOT_FOUND: unknown model; FAILED_PRECONDITION: no worker could; PERMISSION_DENIED: where clients need
+        keys, this needs one with admin; UNAVAILABLE: no worker.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_MeshServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -280,6 +295,11 @@ def add_MeshServicer_to_server(servicer, server):
                     servicer.SetTrafficSplit,
                     request_deserializer=pdmesh_dot_v1_dot_mesh__pb2.SetTrafficSplitRequest.FromString,
                     response_serializer=pdmesh_dot_v1_dot_mesh__pb2.SetTrafficSplitResponse.SerializeToString,
+            ),
+            'SetServing': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetServing,
+                    request_deserializer=pdmesh_dot_v1_dot_mesh__pb2.MeshSetServingRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_mesh__pb2.MeshSetServingResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -634,6 +654,33 @@ class Mesh:
             '/pdmesh.v1.Mesh/SetTrafficSplit',
             pdmesh_dot_v1_dot_mesh__pb2.SetTrafficSplitRequest.SerializeToString,
             pdmesh_dot_v1_dot_mesh__pb2.SetTrafficSplitResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetServing(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdmesh.v1.Mesh/SetServing',
+            pdmesh_dot_v1_dot_mesh__pb2.MeshSetServingRequest.SerializeToString,
+            pdmesh_dot_v1_dot_mesh__pb2.MeshSetServingResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -83,6 +83,12 @@ class MeshStub:
     registry within seconds; requests that have tokens stay with the weights and formats that they began with. INVALID_ARGUMENT names the
     field; NOT_FOUND: unknown model; PERMISSION_DENIED: where clients need keys, this needs one with admin.
     """
+    SetServing: _grpc.UnaryUnaryMultiCallable[_mesh_pb2.MeshSetServingRequest, _mesh_pb2.MeshSetServingResponse]
+    """SetServing pauses every worker of a model, lets it sleep, or has it run again. It returns when all have answered. Meanwhile requests
+    wait, for the router's --paused-timeout-s or until their deadline, and none is lost: those that ran go on with the same tokens.
+    INVALID_ARGUMENT names the field; NOT_FOUND: unknown model; FAILED_PRECONDITION: no worker could; PERMISSION_DENIED: where clients need
+    keys, this needs one with admin; UNAVAILABLE: no worker.
+    """
 
 @_typing.type_check_only
 class MeshAsyncStub(MeshStub):
@@ -137,6 +143,12 @@ class MeshAsyncStub(MeshStub):
     """SetTrafficSplit says which shares of a model's new requests go to which revisions of its workers, at once and on all routers of the
     registry within seconds; requests that have tokens stay with the weights and formats that they began with. INVALID_ARGUMENT names the
     field; NOT_FOUND: unknown model; PERMISSION_DENIED: where clients need keys, this needs one with admin.
+    """
+    SetServing: _aio.UnaryUnaryMultiCallable[_mesh_pb2.MeshSetServingRequest, _mesh_pb2.MeshSetServingResponse]  # type: ignore[assignment]
+    """SetServing pauses every worker of a model, lets it sleep, or has it run again. It returns when all have answered. Meanwhile requests
+    wait, for the router's --paused-timeout-s or until their deadline, and none is lost: those that ran go on with the same tokens.
+    INVALID_ARGUMENT names the field; NOT_FOUND: unknown model; FAILED_PRECONDITION: no worker could; PERMISSION_DENIED: where clients need
+    keys, this needs one with admin; UNAVAILABLE: no worker.
     """
 
 class MeshServicer(metaclass=_abc_1.ABCMeta):
@@ -267,6 +279,18 @@ class MeshServicer(metaclass=_abc_1.ABCMeta):
         """SetTrafficSplit says which shares of a model's new requests go to which revisions of its workers, at once and on all routers of the
         registry within seconds; requests that have tokens stay with the weights and formats that they began with. INVALID_ARGUMENT names the
         field; NOT_FOUND: unknown model; PERMISSION_DENIED: where clients need keys, this needs one with admin.
+        """
+
+    @_abc_1.abstractmethod
+    def SetServing(
+        self,
+        request: _mesh_pb2.MeshSetServingRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_mesh_pb2.MeshSetServingResponse, _abc.Awaitable[_mesh_pb2.MeshSetServingResponse]]:
+        """SetServing pauses every worker of a model, lets it sleep, or has it run again. It returns when all have answered. Meanwhile requests
+        wait, for the router's --paused-timeout-s or until their deadline, and none is lost: those that ran go on with the same tokens.
+        INVALID_ARGUMENT names the field; NOT_FOUND: unknown model; FAILED_PRECONDITION: no worker could; PERMISSION_DENIED: where clients need
+        keys, this needs one with admin; UNAVAILABLE: no worker.
         """
 
 def add_MeshServicer_to_server(servicer: MeshServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -20,6 +20,34 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _ServingState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ServingStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ServingState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SERVING_STATE_UNSPECIFIED: _ServingState.ValueType  # 0
+    """SERVING_STATE_UNSPECIFIED: a worker that does not say, which runs. Invalid in requests."""
+    SERVING_STATE_RUNNING: _ServingState.ValueType  # 1
+    """SERVING_STATE_RUNNING takes requests and computes."""
+    SERVING_STATE_PAUSED: _ServingState.ValueType  # 2
+    """SERVING_STATE_PAUSED computes no step. Requests that are there keep what they have and go on where they were."""
+    SERVING_STATE_ASLEEP: _ServingState.ValueType  # 3
+    """SERVING_STATE_ASLEEP is paused, has no requests, and has given the memory of KV and weights back to its machine."""
+
+class ServingState(_ServingState, metaclass=_ServingStateEnumTypeWrapper):
+    """ServingState of a worker."""
+
+SERVING_STATE_UNSPECIFIED: ServingState.ValueType  # 0
+"""SERVING_STATE_UNSPECIFIED: a worker that does not say, which runs. Invalid in requests."""
+SERVING_STATE_RUNNING: ServingState.ValueType  # 1
+"""SERVING_STATE_RUNNING takes requests and computes."""
+SERVING_STATE_PAUSED: ServingState.ValueType  # 2
+"""SERVING_STATE_PAUSED computes no step. Requests that are there keep what they have and go on where they were."""
+SERVING_STATE_ASLEEP: ServingState.ValueType  # 3
+"""SERVING_STATE_ASLEEP is paused, has no requests, and has given the memory of KV and weights back to its machine."""
+Global___ServingState: _TypeAlias = ServingState  # noqa: Y015
+
 class _Role:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -119,6 +147,68 @@ REACH_SCOPE_HOST: ReachScope.ValueType  # 2
 REACH_SCOPE_EVERYWHERE: ReachScope.ValueType  # 3
 """REACH_SCOPE_EVERYWHERE: any two workers of the mesh."""
 Global___ReachScope: _TypeAlias = ReachScope  # noqa: Y015
+
+@_typing.final
+class SetServingRequest(_message.Message):
+    """SetServingRequest says what the worker is to do."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    FINISH_RUNNING_FIELD_NUMBER: _builtins.int
+    TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    state: Global___ServingState.ValueType
+    """state to be in."""
+    finish_running: _builtins.bool
+    """finish_running: requests that are there end first, for timeout_ms at most. Else PAUSED stops them where they are, and ASLEEP gives
+    them up: their routers have them go on elsewhere, or here when the worker has woken, with the same tokens.
+    """
+    timeout_ms: _builtins.int
+    """timeout_ms for finish_running. What runs then is treated as without it. 0 means 30 000."""
+    def __init__(
+        self,
+        *,
+        state: Global___ServingState.ValueType = ...,
+        finish_running: _builtins.bool = ...,
+        timeout_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_running", b"finish_running", "state", b"state", "timeout_ms", b"timeout_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetServingRequest: _TypeAlias = SetServingRequest  # noqa: Y015
+
+@_typing.final
+class SetServingResponse(_message.Message):
+    """SetServingResponse says what it does now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    FREED_BYTES_FIELD_NUMBER: _builtins.int
+    NUM_REQUESTS_FIELD_NUMBER: _builtins.int
+    state: Global___ServingState.ValueType
+    """state that it is in."""
+    freed_bytes: _builtins.int
+    """freed_bytes of memory that this call gave back."""
+    num_requests: _builtins.int
+    """num_requests that are stopped where they are."""
+    def __init__(
+        self,
+        *,
+        state: Global___ServingState.ValueType = ...,
+        freed_bytes: _builtins.int = ...,
+        num_requests: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["freed_bytes", b"freed_bytes", "num_requests", b"num_requests", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetServingResponse: _TypeAlias = SetServingResponse  # noqa: Y015
 
 @_typing.final
 class UpdateWeightsRequest(_message.Message):
@@ -454,6 +544,7 @@ class LoadReport(_message.Message):
     NUM_RETAINED_BLOCKS_FIELD_NUMBER: _builtins.int
     RESTORE_TOKEN_S_FIELD_NUMBER: _builtins.int
     WEIGHTS_HASH_FIELD_NUMBER: _builtins.int
+    SERVING_STATE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """worker_id of the reporter."""
     epoch: _builtins.int
@@ -518,6 +609,8 @@ class LoadReport(_message.Message):
     """weights_hash that new requests are computed with: once UpdateWeights has replaced the weights, another one than the identity of its
     WorkerInfo has. Empty: that one.
     """
+    serving_state: Global___ServingState.ValueType
+    """serving_state that the worker is in, or goes to: no new requests are for it unless it is running."""
     @_builtins.property
     def roles(self) -> _containers.RepeatedScalarFieldContainer[Global___Role.ValueType]:
         """roles it has now."""
@@ -569,10 +662,11 @@ class LoadReport(_message.Message):
         num_retained_blocks: _builtins.int = ...,
         restore_token_s: _builtins.float | None = ...,
         weights_hash: _builtins.str = ...,
+        serving_state: Global___ServingState.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_restore_token_s", b"_restore_token_s", "latency_model", b"latency_model", "restore_token_s", b"restore_token_s", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_restore_token_s", b"_restore_token_s", "adapters", b"adapters", "age_ms", b"age_ms", "decode_context", b"decode_context", "draining", b"draining", "epoch", b"epoch", "latency_model", b"latency_model", "max_num_seqs", b"max_num_seqs", "num_cached_blocks", b"num_cached_blocks", "num_decoding", b"num_decoding", "num_free_blocks", b"num_free_blocks", "num_generated_tokens", b"num_generated_tokens", "num_handoff_failures", b"num_handoff_failures", "num_held", b"num_held", "num_preemptions", b"num_preemptions", "num_prefilled_tokens", b"num_prefilled_tokens", "num_prefilling", b"num_prefilling", "num_prefix_hit_tokens", b"num_prefix_hit_tokens", "num_reserved", b"num_reserved", "num_retained_blocks", b"num_retained_blocks", "num_running", b"num_running", "num_steps", b"num_steps", "num_total_blocks", b"num_total_blocks", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "oldest_prompt_tokens", b"oldest_prompt_tokens", "pace_s", b"pace_s", "restore_token_s", b"restore_token_s", "roles", b"roles", "slack_s", b"slack_s", "speculation", b"speculation", "weights_hash", b"weights_hash", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_restore_token_s", b"_restore_token_s", "adapters", b"adapters", "age_ms", b"age_ms", "decode_context", b"decode_context", "draining", b"draining", "epoch", b"epoch", "latency_model", b"latency_model", "max_num_seqs", b"max_num_seqs", "num_cached_blocks", b"num_cached_blocks", "num_decoding", b"num_decoding", "num_free_blocks", b"num_free_blocks", "num_generated_tokens", b"num_generated_tokens", "num_handoff_failures", b"num_handoff_failures", "num_held", b"num_held", "num_preemptions", b"num_preemptions", "num_prefilled_tokens", b"num_prefilled_tokens", "num_prefilling", b"num_prefilling", "num_prefix_hit_tokens", b"num_prefix_hit_tokens", "num_reserved", b"num_reserved", "num_retained_blocks", b"num_retained_blocks", "num_running", b"num_running", "num_steps", b"num_steps", "num_total_blocks", b"num_total_blocks", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "oldest_prompt_tokens", b"oldest_prompt_tokens", "pace_s", b"pace_s", "restore_token_s", b"restore_token_s", "roles", b"roles", "serving_state", b"serving_state", "slack_s", b"slack_s", "speculation", b"speculation", "weights_hash", b"weights_hash", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__restore_token_s: _TypeAlias = _typing.Literal["restore_token_s"]  # noqa: Y015
     _WhichOneofArgType__restore_token_s: _TypeAlias = _typing.Literal["_restore_token_s", b"_restore_token_s"]  # noqa: Y015

@@ -101,6 +101,11 @@ class WorkerControlStub:
                 request_serializer=pdmesh_dot_v1_dot_worker__pb2.UpdateWeightsRequest.SerializeToString,
                 response_deserializer=pdmesh_dot_v1_dot_worker__pb2.UpdateWeightsResponse.FromString,
                 _registered_method=True)
+        self.SetServing = channel.unary_unary(
+                '/pdmesh.v1.WorkerControl/SetServing',
+                request_serializer=pdmesh_dot_v1_dot_worker__pb2.SetServingRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_worker__pb2.SetServingResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerControlServicer:
@@ -211,6 +216,15 @@ class WorkerControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetServing(self, request, context):
+        """SetServing pauses the worker, lets it sleep, or has it run. It returns when that is so, and again changes nothing. A worker that does
+        not run takes no new requests, and answers everything else. INVALID_ARGUMENT names the field; FAILED_PRECONDITION: it cannot sleep, and
+        runs on (a GPU, several ranks, vLLM), or it leaves; UNAVAILABLE: it is asleep and its weights cannot be read, so call again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -278,6 +292,11 @@ def add_WorkerControlServicer_to_server(servicer, server):
                     servicer.UpdateWeights,
                     request_deserializer=pdmesh_dot_v1_dot_worker__pb2.UpdateWeightsRequest.FromString,
                     response_serializer=pdmesh_dot_v1_dot_worker__pb2.UpdateWeightsResponse.SerializeToString,
+            ),
+            'SetServing': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetServing,
+                    request_deserializer=pdmesh_dot_v1_dot_worker__pb2.SetServingRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_worker__pb2.SetServingResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -632,6 +651,33 @@ class WorkerControl:
             '/pdmesh.v1.WorkerControl/UpdateWeights',
             pdmesh_dot_v1_dot_worker__pb2.UpdateWeightsRequest.SerializeToString,
             pdmesh_dot_v1_dot_worker__pb2.UpdateWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetServing(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdmesh.v1.WorkerControl/SetServing',
+            pdmesh_dot_v1_dot_worker__pb2.SetServingRequest.SerializeToString,
+            pdmesh_dot_v1_dot_worker__pb2.SetServingResponse.FromString,
             options,
             channel_credentials,
             insecure,

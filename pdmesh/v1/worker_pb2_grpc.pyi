@@ -80,6 +80,11 @@ class WorkerControlStub:
     versions never meets. Again, it changes nothing. INVALID_ARGUMENT names the field, or file and tensor; FAILED_PRECONDITION: another
     model, or something depends on the present weights (adapters, drafts of a model, tiers, a GPU); UNIMPLEMENTED: its engine cannot.
     """
+    SetServing: _grpc.UnaryUnaryMultiCallable[_worker_pb2.SetServingRequest, _worker_pb2.SetServingResponse]
+    """SetServing pauses the worker, lets it sleep, or has it run. It returns when that is so, and again changes nothing. A worker that does
+    not run takes no new requests, and answers everything else. INVALID_ARGUMENT names the field; FAILED_PRECONDITION: it cannot sleep, and
+    runs on (a GPU, several ranks, vLLM), or it leaves; UNAVAILABLE: it is asleep and its weights cannot be read, so call again.
+    """
 
 @_typing.type_check_only
 class WorkerControlAsyncStub(WorkerControlStub):
@@ -131,6 +136,11 @@ class WorkerControlAsyncStub(WorkerControlStub):
     requests that are here end on theirs, and no step is left out. The identity of the worker changes with it, so that KV of two
     versions never meets. Again, it changes nothing. INVALID_ARGUMENT names the field, or file and tensor; FAILED_PRECONDITION: another
     model, or something depends on the present weights (adapters, drafts of a model, tiers, a GPU); UNIMPLEMENTED: its engine cannot.
+    """
+    SetServing: _aio.UnaryUnaryMultiCallable[_worker_pb2.SetServingRequest, _worker_pb2.SetServingResponse]  # type: ignore[assignment]
+    """SetServing pauses the worker, lets it sleep, or has it run. It returns when that is so, and again changes nothing. A worker that does
+    not run takes no new requests, and answers everything else. INVALID_ARGUMENT names the field; FAILED_PRECONDITION: it cannot sleep, and
+    runs on (a GPU, several ranks, vLLM), or it leaves; UNAVAILABLE: it is asleep and its weights cannot be read, so call again.
     """
 
 class WorkerControlServicer(metaclass=_abc_1.ABCMeta):
@@ -258,6 +268,17 @@ class WorkerControlServicer(metaclass=_abc_1.ABCMeta):
         requests that are here end on theirs, and no step is left out. The identity of the worker changes with it, so that KV of two
         versions never meets. Again, it changes nothing. INVALID_ARGUMENT names the field, or file and tensor; FAILED_PRECONDITION: another
         model, or something depends on the present weights (adapters, drafts of a model, tiers, a GPU); UNIMPLEMENTED: its engine cannot.
+        """
+
+    @_abc_1.abstractmethod
+    def SetServing(
+        self,
+        request: _worker_pb2.SetServingRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.SetServingResponse, _abc.Awaitable[_worker_pb2.SetServingResponse]]:
+        """SetServing pauses the worker, lets it sleep, or has it run. It returns when that is so, and again changes nothing. A worker that does
+        not run takes no new requests, and answers everything else. INVALID_ARGUMENT names the field; FAILED_PRECONDITION: it cannot sleep, and
+        runs on (a GPU, several ranks, vLLM), or it leaves; UNAVAILABLE: it is asleep and its weights cannot be read, so call again.
         """
 
 def add_WorkerControlServicer_to_server(servicer: WorkerControlServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -42,6 +42,7 @@ from pdmesh.worker.load import ExpertWindow, LoadReporter, StepWatch
 from pdmesh.worker.metrics import Seen, WorkerMetrics, read
 from pdmesh.worker.prefix_publisher import PrefixPublisher, list_blocks
 from pdmesh.worker.roles import Role, RoleGate, roles_of
+from pdmesh.worker.serving import WorkerServing
 from pdmesh.worker.step_dispatcher import StepDispatcher, StepSpans
 from pdmesh.worker.token_request import ModelGrammars, ServedModel
 from pdmesh.worker.weights import WorkerWeights
@@ -106,12 +107,21 @@ class Worker:
         self._warmer = KVWarmer(self._warm_tools(served_model))
         self.block_sender = self._block_sender(served_model)
         self.prefill = self._prefill_servicer(served_model)
-        self._weights = WorkerWeights(engine, served_model, self._weights_changed, _made_of_identity(config))
+        self._weights = self._replaceable_weights(served_model)
         self.decode = DecodeService(config.decode_settings, self._dependencies(served_model))
         self._receiver = self._kv_receiver(served_model, tls)
         self._server = GrpcServer(config.host, config.port, tls=tls, secret=self.secret)
         self._tasks: list[asyncio.Task[None]] = []
         self._role_change = asyncio.Lock()
+        self.serving = WorkerServing(
+            engine,
+            self.gate,
+            changed=self.changes.notify,
+            finish=self._finished_within,
+            give_up=self._give_up,
+            flush=self._flush_tiers,
+            num_requests=lambda: len(self.decode.reservations.active) + self.prefill.num_running,
+        )
 
     async def start(self) -> Description:
         """Serve, and return the description of the worker. Raises ConfigError when an address is taken."""
@@ -155,6 +165,7 @@ class Worker:
             warm_prefix=self._warmer.warm,
             adapters=self.adapters,
             update_weights=self._weights.update,
+            set_serving=self.serving.set,
         )
         add_decode = decode_pb2_grpc.add_DecodeServiceServicer_to_server
         add_prefill = prefill_pb2_grpc.add_PrefillServiceServicer_to_server
@@ -212,6 +223,8 @@ class Worker:
         await asyncio.to_thread(self.tracing.close)
 
     async def _finish_work(self, roles: set[Role], timeout_s: float, reason: str) -> None:
+        if not self.gate.is_running:
+            timeout_s = 0.0  # nothing of it would end
         try:
             async with asyncio.timeout(timeout_s):
                 await self._wait_idle(roles)
@@ -221,6 +234,23 @@ class Worker:
                 await self.prefill.abandon()
             if worker_pb2.ROLE_DECODE in roles:
                 await self.decode.abandon(reason)
+
+    async def _finished_within(self, timeout_s: float) -> bool:
+        """Wait for the end of all requests; return whether they have ended."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._wait_idle({worker_pb2.ROLE_PREFILL, worker_pb2.ROLE_DECODE})
+                return True
+        return False
+
+    async def _give_up(self) -> None:
+        """Give all requests back to their routers, through no fault of this worker."""
+        await self.prefill.abandon()
+        await self.decode.abandon("the worker goes to sleep", is_fault=False)
+
+    async def _flush_tiers(self) -> None:
+        if self.tiers is not None:
+            await self.tiers.flush()
 
     async def _wait_idle(self, roles: set[Role]) -> None:
         """Wait for decode first, because routers move its requests elsewhere, which is prefill work here."""
@@ -297,6 +327,15 @@ class Worker:
             steps=self._spans.steps,
         )
 
+    def _replaceable_weights(self, served_model: ServedModel) -> WorkerWeights:
+        return WorkerWeights(
+            self.engine,
+            served_model,
+            self._weights_changed,
+            _made_of_identity(self._config),
+            is_asleep=lambda: self.gate.serving == worker_pb2.SERVING_STATE_ASLEEP,
+        )
+
     def _block_sender(self, served_model: ServedModel) -> BlockSender:
         """Return what sends blocks to other workers, those of its tiers included where these are not for itself alone."""
         return BlockSender(
@@ -346,7 +385,7 @@ class Worker:
             self.puller,
             served_model.translate,
             restore=None if self.tiers is None else self.tiers.restore,
-            is_draining=lambda: self.gate.draining,
+            is_draining=lambda: self.gate.draining or not self.gate.is_running,
             epoch=self.epoch,
             block_size=served_model.layout.block_size,
             block_bytes=2 * memory.num_layers * memory.bytes_per_layer_block,

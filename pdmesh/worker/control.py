@@ -59,8 +59,8 @@ class RoleChanges:
 
 
 class ControlServicer(WorkerControlServicer):
-    """Serve GetInfo, Watch, SetRoles, ListBlocks, WatchBlocks, KeepTraces, ReleaseRetained, SendBlocks, WarmPrefix, and the
-    loading of adapters and of weights."""
+    """Serve GetInfo, Watch, SetRoles, ListBlocks, WatchBlocks, KeepTraces, ReleaseRetained, SendBlocks, WarmPrefix, SetServing,
+    and the loading of adapters and of weights."""
 
     def __init__(
         self,
@@ -77,6 +77,7 @@ class ControlServicer(WorkerControlServicer):
         warm_prefix: Callable[[worker_pb2.WarmPrefixRequest], Awaitable[worker_pb2.WarmPrefixResponse]],
         adapters: WorkerAdapters,
         update_weights: Callable[[str], Awaitable[worker_pb2.UpdateWeightsResponse]],
+        set_serving: Callable[[worker_pb2.SetServingRequest], Awaitable[worker_pb2.SetServingResponse]],
     ) -> None:
         """Create the servicer. `set_roles(roles, drain_timeout_s)` returns when removed roles have no work left;
         `release_retained(tenant, session)` returns the number of blocks."""
@@ -92,6 +93,7 @@ class ControlServicer(WorkerControlServicer):
         self._warm_prefix = warm_prefix
         self._adapters = adapters
         self._update_weights = update_weights
+        self._set_serving = set_serving
 
     async def GetInfo(self, request: worker_pb2.GetInfoRequest, context: _ServicerContext) -> worker_pb2.WorkerInfo:
         return self._info()
@@ -164,3 +166,8 @@ class ControlServicer(WorkerControlServicer):
         if not request.folder:
             raise InvalidArgument("folder", "empty; give the folder of the weights, as this worker sees it")
         return await self._update_weights(request.folder)
+
+    async def SetServing(
+        self, request: worker_pb2.SetServingRequest, context: _ServicerContext
+    ) -> worker_pb2.SetServingResponse:
+        return await self._set_serving(request)

@@ -225,6 +225,7 @@ class LoadReporter:
             age_ms=math.ceil(1000 * self._age_s()),
             adapters=self.adapters,
             weights_hash=self.weights_hash,
+            serving_state=self._gate.serving,
             restore_token_s=None if self._restore_token_s is None else self._told_restore.told(self._restore_token_s()),
         )
 

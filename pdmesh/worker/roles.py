@@ -9,16 +9,19 @@ from pdmesh.runtime.errors import FailedPrecondition, InvalidArgument, Unavailab
 from pdmesh.v1 import worker_pb2
 
 Role: TypeAlias = "worker_pb2.Role.ValueType"
+ServingState: TypeAlias = "worker_pb2.ServingState.ValueType"
 ROLE_NAMES: dict[str, Role] = {"prefill": worker_pb2.ROLE_PREFILL, "decode": worker_pb2.ROLE_DECODE}
 _NAME_OF = {role: name for name, role in ROLE_NAMES.items()}
 
 
 class RoleGate:
-    """Hold the roles, a set that can change while the worker runs; a draining worker takes no new requests at all."""
+    """Hold the roles, a set that can change while the worker runs; a worker that drains, is paused or sleeps takes no new
+    requests at all."""
 
     def __init__(self, roles: Iterable[Role]) -> None:
         self._roles = self._home_roles = frozenset(roles)
         self.draining = False
+        self.serving: ServingState = worker_pb2.SERVING_STATE_RUNNING
 
     @property
     def roles(self) -> list[Role]:
@@ -29,13 +32,20 @@ class RoleGate:
         """Return the roles at the worker's start."""
         return sorted(self._home_roles)
 
+    @property
+    def is_running(self) -> bool:
+        """Return whether the worker is neither paused nor asleep."""
+        return self.serving == worker_pb2.SERVING_STATE_RUNNING
+
     def set(self, roles: Iterable[Role]) -> None:
         self._roles = check_roles(roles)
 
     def check(self, role: Role) -> None:
-        """Raise Unavailable while draining, FailedPrecondition when the role is off."""
+        """Raise Unavailable while it takes no new requests, FailedPrecondition when the role is off."""
         if self.draining:
             raise Unavailable("this worker is draining and takes no new work; choose another", retry_delay_s=0.1)
+        if not self.is_running:
+            raise Unavailable("this worker is paused or asleep; choose another, or wait for it", retry_delay_s=0.1)
         if role not in self._roles:
             have = ", ".join(_NAME_OF[have] for have in self.roles)
             raise FailedPrecondition("roles", f"this worker has the roles {have}, not {_NAME_OF[role]}; choose another")

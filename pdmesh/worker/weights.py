@@ -33,10 +33,17 @@ class WorkerWeights:
     """Replace the weights of one worker, one at a time."""
 
     def __init__(
-        self, engine: WorkerEngine, served: ServedModel, changed: Callable[[], None], depending: tuple[str, ...]
+        self,
+        engine: WorkerEngine,
+        served: ServedModel,
+        changed: Callable[[], None],
+        depending: tuple[str, ...],
+        *,
+        is_asleep: Callable[[], bool] = lambda: False,
     ) -> None:
         """`served` has the identity, the message that all parts of the worker hold; `changed` is called when it has changed;
         `depending`: what was made of it for good, in words."""
+        self._is_asleep = is_asleep
         self._engine, self._served, self._changed, self._depending = engine, served, changed, depending
         self._identity = served.identity
         self._one_at_a_time = asyncio.Lock()
@@ -55,6 +62,9 @@ class WorkerWeights:
     async def _update(self, folder: str) -> worker_pb2.UpdateWeightsResponse:
         async with self._one_at_a_time:
             began = time.monotonic()
+            if self._is_asleep():
+                remedy = "wake it, or have it paused, which is awake as well (pdmesh serving paused)"
+                raise FailedPrecondition("folder", f"this worker is asleep; {remedy}")
             try:
                 prepared = await self._engine.load_weights(folder)
             except WeightsRefused as error:

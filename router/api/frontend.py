@@ -19,7 +19,7 @@ from router.api import embedding, explain, status
 from router.api.validation import MAX_PRIORITY_HINT, MAX_RETENTION_S, MAX_TENANT_CHARS, check_session_id, refuse
 from router.auth import identity
 from router.context import RouterContext
-from router.fleet.weights import FleetWeights
+from router.fleet.model_changes import ModelChanges
 from router.lifecycle.request import OpenRequests, Request
 from router.lifecycle.stages import Pipeline
 from router.telemetry.request_trace import CHAT, COMPLETION, EMBEDDINGS, open_trace
@@ -125,8 +125,15 @@ class Frontend:
 
     async def update_weights(self, request: mesh_pb2.MeshUpdateWeightsRequest) -> mesh_pb2.MeshUpdateWeightsResponse:
         """Have all workers of a model compute with other weights. Raises MeshError."""
-        weights = FleetWeights(self.core.fleet, may_change=self.core.config.lets_clients_change_adapters)
-        return await weights.update(self.model_of(request.model).name, request.folder)
+        return await self._model_changes.update_weights(self.model_of(request.model).name, request.folder)
+
+    async def set_serving(self, request: mesh_pb2.MeshSetServingRequest) -> mesh_pb2.MeshSetServingResponse:
+        """Have all workers of a model run, pause or sleep. Raises MeshError."""
+        return await self._model_changes.set_serving(self.model_of(request.model).name, request.serving)
+
+    @property
+    def _model_changes(self) -> ModelChanges:
+        return ModelChanges(self.core.fleet, may_change=self.core.config.lets_clients_change_adapters)
 
     async def set_traffic_split(self, request: mesh_pb2.SetTrafficSplitRequest) -> mesh_pb2.SetTrafficSplitResponse:
         """Split a model's new requests between revisions of its workers. Raises MeshError."""

@@ -81,3 +81,8 @@ class MeshService(MeshServicer):
         self, request: mesh_pb2.SetTrafficSplitRequest, context: _ServicerContext
     ) -> mesh_pb2.SetTrafficSplitResponse:
         return await self._frontend.set_traffic_split(request)
+
+    async def SetServing(
+        self, request: mesh_pb2.MeshSetServingRequest, context: _ServicerContext
+    ) -> mesh_pb2.MeshSetServingResponse:
+        return await self._frontend.set_serving(request)

@@ -34,6 +34,7 @@ ADMIN_METHODS = (
     "/pdmesh.v1.Mesh/GetStatus",
     "/pdmesh.v1.Mesh/Explain",
     "/pdmesh.v1.Mesh/SetTrafficSplit",
+    "/pdmesh.v1.Mesh/SetServing",
     "/vllm.grpc.engine.VllmEngine/GetLoads",
     "/vllm.grpc.engine.VllmEngine/GetServerInfo",
     "/vllm.grpc.engine.VllmEngine/SubscribeKvEvents",

@@ -166,6 +166,11 @@ class EngineBridge(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.Worker
     ) -> worker_pb2.UpdateWeightsResponse:
         raise Unimplemented(_STOCK)
 
+    async def SetServing(
+        self, request: worker_pb2.SetServingRequest, context: _ControlContext
+    ) -> worker_pb2.SetServingResponse:
+        raise Unimplemented(_STOCK)
+
     def WatchBlocks(
         self, request: worker_pb2.WatchBlocksRequest, context: _ControlContext
     ) -> AsyncIterator[worker_pb2.BlockEvents]:

@@ -243,7 +243,7 @@ class FleetAdapters:
         request = worker_pb2.LoadAdapterRequest(model=key.model, name=key.name, folder=wanted.folder, digest=wanted.digest)
         place = (_key_of(worker), key)
         try:
-            worker.told_adapter(await worker.load_adapter(request, CALL_TIMEOUT_S))
+            worker.told_adapter(await worker.control.LoadAdapter(request, timeout=CALL_TIMEOUT_S))
         except grpc.aio.AioRpcError as failed:
             error = error_from_rpc(failed)
             self._failures[place] = _Failure(error.message, time.monotonic())
@@ -256,7 +256,8 @@ class FleetAdapters:
         """Have a worker unload an adapter; return how many requests still run with it."""
         place = (_key_of(worker), key)
         try:
-            answer = await worker.unload_adapter(worker_pb2.UnloadAdapterRequest(model=key.model, name=key.name), CALL_TIMEOUT_S)
+            request = worker_pb2.UnloadAdapterRequest(model=key.model, name=key.name)
+            answer = await worker.control.UnloadAdapter(request, timeout=CALL_TIMEOUT_S)
         except grpc.aio.AioRpcError as failed:
             error = error_from_rpc(failed)
             if not isinstance(error, NotFound):

@@ -277,7 +277,10 @@ class Migrator:
 def is_leaving(worker: Worker) -> bool:
     """Return whether the worker is alive, and about to stop, or to stop decoding."""
     current = worker.current
-    return current is not None and (current.load.draining or worker_pb2.ROLE_DECODE not in current.load.roles)
+    if current is None:
+        return False
+    is_tired = current.load.serving_state == worker_pb2.SERVING_STATE_ASLEEP
+    return current.load.draining or is_tired or worker_pb2.ROLE_DECODE not in current.load.roles
 
 
 def _key(worker: Worker) -> WorkerKey:

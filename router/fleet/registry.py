@@ -148,6 +148,16 @@ class FleetRegistry:
         """Return whether any worker of `model` is alive, in whatever role."""
         return any(view.model == model for view in self.views())
 
+    @property
+    def is_any_stopped(self) -> bool:
+        """Return whether some worker is paused or asleep, and requests may wait for it."""
+        return any(worker.is_stopped for worker in self._workers.values())
+
+    def is_stopped(self, model: str) -> bool:
+        """Return whether a worker of `model` is paused or asleep."""
+        stopped = (worker for worker in self._workers.values() if worker.is_stopped)
+        return any(worker.last is not None and worker.last.info.identity.model == model for worker in stopped)
+
     def max_context(self, model: str) -> int | None:
         """Return the largest context of any known worker of `model`; None without one."""
         return self._contexts.largest(model)

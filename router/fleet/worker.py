@@ -20,13 +20,12 @@ from router.routing import worker_reports
 from router.routing.cost_model import DEFAULT_CHUNK
 from router.routing.worker_snapshot import WorkerSnapshot
 
-MIN_BACKOFF_S = 0.05
-MAX_BACKOFF_S = 0.25
+MIN_BACKOFF_S, MAX_BACKOFF_S = 0.05, 0.25
 UNUSABLE_RETRY_S = 1.0
 OTHER_STREAM_S = 0.005
 """How much later the second stream of a connection or process that ended may break than the first."""
-TRANSIT_S = 0.2
-MAX_CONFIRMED = 256
+TRANSIT_S, MAX_CONFIRMED = 0.2, 256
+STOPPED = frozenset((worker_pb2.SERVING_STATE_PAUSED, worker_pb2.SERVING_STATE_ASLEEP))
 LATE_PERIODS = 2.5
 """Periods of heartbeats after which the next one is late: its sender, this router or both had no time for it."""
 SLOWEST = 3.0
@@ -94,13 +93,13 @@ class Incarnation:
         """Return whether a heartbeat came late after `then` (monotonic seconds): the process, or this one, had no time."""
         return self.late_at >= then
 
+    def __post_init__(self) -> None:
+        self.described = worker_reports.describe(self.info)
+
     @property
     def adapters(self) -> frozenset[AdapterId]:
         """Return the LoRA adapters that requests may ask for, by its last report."""
         return worker_reports.adapters_of(self.load)
-
-    def __post_init__(self) -> None:
-        self.described = worker_reports.describe(self.info)
 
 
 @dataclass(eq=False)
@@ -187,7 +186,7 @@ class Worker:
             silence_limit_s=lambda: self._silence.limit_s,
             is_silent=lambda: self.is_suspect,
         )
-        self._control = worker_pb2_grpc.WorkerControlStub(channel)
+        self.control = worker_pb2_grpc.WorkerControlStub(channel)
         self._settings = settings
         self._report_period_ms = report_period_ms
         self._on_change = on_change
@@ -234,7 +233,7 @@ class Worker:
     def view(self) -> WorkerSnapshot | None:
         """Return the snapshot for the routing policy; None while the worker is not alive or takes no new requests."""
         current = self.current
-        if current is None or current.load.draining:
+        if current is None or current.load.draining or self.is_stopped:
             return None
         if self._view is None:
             self._view = worker_reports.snapshot_of(
@@ -248,7 +247,12 @@ class Worker:
         current = self.current
         if current is None or current.load.draining or worker_pb2.ROLE_DECODE not in current.load.roles:
             return False
-        return self._is_attached
+        return self._is_attached and not self.is_stopped
+
+    @property
+    def is_stopped(self) -> bool:
+        """Return whether it is alive, and paused or asleep: it takes no new requests until somebody has it run."""
+        return self.current is not None and self.current.load.serving_state in STOPPED
 
     def dispatched(self, sent: Dispatched) -> None:
         """Count what was just sent to the worker, until its heartbeats contain it or `done` is called."""
@@ -292,41 +296,15 @@ class Worker:
             self._dispatched.remove(sent)
             self._view_changed()
 
-    def list_blocks(self, timeout_s: float) -> grpc.aio.UnaryStreamCall[worker_pb2.ListBlocksRequest, worker_pb2.BlockList]:
-        """Return the call that lists all blocks of the worker's prefix cache."""
-        return self._control.ListBlocks(worker_pb2.ListBlocksRequest(), timeout=timeout_s)
-
-    def watch_blocks(self) -> grpc.aio.UnaryStreamCall[worker_pb2.WatchBlocksRequest, worker_pb2.BlockEvents]:
-        """Return the call that follows the worker's prefix cache with token ids; without end."""
-        return self._control.WatchBlocks(worker_pb2.WatchBlocksRequest())
-
     async def keep_traces(self, trace_ids: Iterable[int], timeout_s: float) -> None:
         """Tell the worker to export the spans that it holds of these traces. Raises AioRpcError."""
         ids = [trace_id.to_bytes(16, "big") for trace_id in trace_ids]
-        await self._control.KeepTraces(worker_pb2.KeepTracesRequest(trace_ids=ids), timeout=timeout_s)
-
-    async def load_adapter(self, request: worker_pb2.LoadAdapterRequest, timeout_s: float) -> common_pb2.AdapterInfo:
-        """Have the worker load a LoRA adapter. Raises AioRpcError."""
-        return await self._control.LoadAdapter(request, timeout=timeout_s)
-
-    async def unload_adapter(
-        self, request: worker_pb2.UnloadAdapterRequest, timeout_s: float
-    ) -> worker_pb2.UnloadAdapterResponse:
-        """Have the worker unload a LoRA adapter. Raises AioRpcError."""
-        return await self._control.UnloadAdapter(request, timeout=timeout_s)
-
-    async def update_weights(self, folder: str, timeout_s: float) -> worker_pb2.UpdateWeightsResponse:
-        """Have the worker compute with other weights. Raises AioRpcError."""
-        return await self._control.UpdateWeights(worker_pb2.UpdateWeightsRequest(folder=folder), timeout=timeout_s)
+        await self.control.KeepTraces(worker_pb2.KeepTracesRequest(trace_ids=ids), timeout=timeout_s)
 
     async def release_retained(self, tenant: str, session_id: str, timeout_s: float) -> int:
         """Have the worker give up what it retains for a session; return the number of blocks. Raises AioRpcError."""
         request = worker_pb2.ReleaseRetainedRequest(tenant=tenant, session_id=session_id)
-        return (await self._control.ReleaseRetained(request, timeout=timeout_s)).num_blocks
-
-    async def warm_prefix(self, request: worker_pb2.WarmPrefixRequest, timeout_s: float) -> worker_pb2.WarmPrefixResponse:
-        """Have the worker fetch a prefix from another one; return what came. Raises AioRpcError."""
-        return await self._control.WarmPrefix(request, timeout=timeout_s)
+        return (await self.control.ReleaseRetained(request, timeout=timeout_s)).num_blocks
 
     def told_adapter(self, info: common_pb2.AdapterInfo) -> None:
         """Count an adapter that the worker has said it loaded, before its next report does."""
@@ -348,9 +326,8 @@ class Worker:
         self._view_changed()
 
     def _counted(self) -> worker_reports.Counted:
-        if not self._dispatched and not self._foreign:
-            return worker_reports.NOTHING
-        return counted((*self._dispatched, *self._foreign))
+        sent = (*self._dispatched, *self._foreign)
+        return counted(sent) if sent else worker_reports.NOTHING
 
     def _confirm(self, contained: list[Dispatched], figures_at: float) -> None:
         for sent in contained:
@@ -407,7 +384,7 @@ class Worker:
 
     async def _session(self) -> None:
         """Follow one incarnation, from its first heartbeat until the stream breaks, falls silent or shows another epoch."""
-        info = await self._control.GetInfo(worker_pb2.GetInfoRequest(), timeout=self._silence.limit_s)
+        info = await self.control.GetInfo(worker_pb2.GetInfoRequest(), timeout=self._silence.limit_s)
         if self.current is not None and info.epoch != self.current.info.epoch:
             self._down("it was restarted")
         problem = worker_reports.problem_of(info)
@@ -416,7 +393,7 @@ class Worker:
             await asyncio.sleep(UNUSABLE_RETRY_S)
             return
         info.address = self.address
-        call = self._control.Watch(worker_pb2.WatchRequest(period_ms=self._report_period_ms))
+        call = self.control.Watch(worker_pb2.WatchRequest(period_ms=self._report_period_ms))
         self._watch = call
         with Watchdog(lambda: self._silence.limit_s, call.cancel, lambda: self.is_suspect) as watchdog:
             try:

@@ -184,7 +184,7 @@ class BlockFollower:
         """Apply one stream. Raises InvalidMessage, AioRpcError; CancelledError also when only the call is cancelled."""
         is_listed = False
         followed.listing = []
-        call = followed.worker.watch_blocks()
+        call = followed.worker.control.WatchBlocks(worker_pb2.WatchBlocksRequest())
         try:
             async for message in call:
                 if not is_listed and not message.is_list:

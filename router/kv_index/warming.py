@@ -198,7 +198,7 @@ class FleetWarming:
 async def _ask(worker: Worker, message: worker_pb2.WarmPrefixRequest) -> tuple[grpc.StatusCode, worker_pb2.WarmPrefixResponse]:
     """Return how a call ended, and what it told."""
     try:
-        return grpc.StatusCode.OK, await worker.warm_prefix(message, CALL_S)
+        return grpc.StatusCode.OK, await worker.control.WarmPrefix(message, timeout=CALL_S)
     except grpc.aio.AioRpcError as error:
         logger.info("%s was not warmed: %s %s", worker.address, error.code().name, error.details())
         return error.code(), worker_pb2.WarmPrefixResponse()

@@ -36,6 +36,10 @@ class WorkerLost(Exception):
     """Report that a decode session ended before the output; the request has to continue on another worker."""
 
 
+class GivenBack(WorkerLost):
+    """Report that a decode worker gave a request back through no fault of anybody, as it goes to sleep."""
+
+
 class Sink(Protocol):
     """Receive the tokens of a session."""
 
@@ -244,6 +248,8 @@ class DecodeSession:
             return InvalidArgument("request", f"{self.info.worker_id} refused it: {event.message}")
         if event.code == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]:
             return DeadlineExceeded(event.message or "the deadline passed on the decode worker")
+        if event.code == grpc.StatusCode.ABORTED.value[0]:
+            return GivenBack(f"decode worker {self.info.worker_id}: {event.message}")
         return WorkerLost(f"decode worker {self.info.worker_id} gave the request up (code {event.code}): {event.message}")
 
     async def _call_submit(self, request: decode_pb2.SubmitRequest) -> decode_pb2.SubmitResponse:

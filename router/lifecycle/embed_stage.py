@@ -1,7 +1,8 @@
 """The embedding of one prompt: validate, tokenize and admit are those of every request; then one prefill worker computes it.
 
 A worker that refuses, or is lost, is left out, and another one is asked; when none is left the request waits for a change of the
-fleet, for at most `place_timeout_s`. Nothing is reserved anywhere, so that there is nothing to free.
+fleet, for at most `place_timeout_s`, or longer where workers are paused. Nothing is reserved anywhere, so that there is nothing
+to free.
 """
 
 import asyncio
@@ -52,7 +53,9 @@ class EmbedStage:
         return mesh_pb2.Embedding(values=response.values, num_tokens=len(request.prepared.prompt), num_cached_tokens=cached)
 
     async def _computed(self, request: Request, pooling: common_pb2.Pooling.ValueType) -> prefill_pb2.EmbedPromptResponse:
-        patience = asyncio.get_running_loop().time() + self._core.config.place_timeout_s
+        config, model = self._core.config, request.prepared.model.name
+        limit_s = config.paused_timeout_s if self._core.fleet.is_stopped(model) else config.place_timeout_s
+        patience = asyncio.get_running_loop().time() + limit_s
         refused: set[WorkerKey] = set()
         errors: list[MeshError] = []
         while True:

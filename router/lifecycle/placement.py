@@ -209,8 +209,11 @@ class PlaceStage:
         limit_s = config.resubmit_timeout_s if dispatch.started else config.place_timeout_s
         if config.wake_timeout_s > limit_s and not self._core.fleet.serves(dispatch.request.prepared.model.name):
             limit_s = config.wake_timeout_s  # its pools are at zero: the autoscaler sees the request, and starts workers
+        reason = nothing.reason
+        if self._core.fleet.is_stopped(dispatch.request.prepared.model.name):
+            limit_s, reason = max(limit_s, config.paused_timeout_s), f"{reason}: workers are paused or asleep"
         if not nothing.full and waited_s > limit_s:
-            raise Unavailable(f"{nothing.reason}; waited {waited_s:.0f} s, see `pdmesh status`", retry_delay_s=ROOM_RETRY_DELAY_S)
+            raise Unavailable(f"{reason}; waited {waited_s:.0f} s, see `pdmesh status`", retry_delay_s=ROOM_RETRY_DELAY_S)
 
 
 class ReserveStage:

@@ -27,7 +27,7 @@ from pdmesh.v1 import common_pb2, mesh_pb2
 from router.context import RouterContext
 from router.fleet.circuit_breaker import Role
 from router.flow_control.ttft_predictor import flow_item_of, num_emitted
-from router.lifecycle.decode_session import DecodeSession, WorkerLost
+from router.lifecycle.decode_session import DecodeSession, GivenBack, WorkerLost
 from router.lifecycle.decode_stage import DecodeStage, end_session, remember_turn
 from router.lifecycle.embed_stage import EmbedStage
 from router.lifecycle.output import ResumeMismatch
@@ -506,11 +506,12 @@ class Pipeline:
         """Record the loss; the next dispatch avoids the worker. Raises Unavailable after too many losses."""
         parts, tracker = request.timings.parts, request.tracker
         logger.warning("%s: %s; %d tokens are out, it goes on elsewhere", session.wire_id, loss, tracker.num_tokens)
-        self._core.health_recorder.failed(session.key, Role.DECODE, str(loss), lost=session.incarnation.lost.is_set())
-        request.lost_on.add(session.info.revision)
+        if not isinstance(loss, GivenBack):
+            self._core.health_recorder.failed(session.key, Role.DECODE, str(loss), lost=session.incarnation.lost.is_set())
+            request.lost_on.add(session.info.revision)
+            request.avoid = frozenset({session.key})
         request.timings.failed(str(loss))
         tracker.drop_early()
-        request.avoid = frozenset({session.key})
         if tracker.anything_emitted:
             request.kind = kind_of(session.info)
         parts.num_resubmissions += 1

@@ -144,4 +144,7 @@ def _counts(tally: Tally) -> Counter[tuple[Instrument, str]]:
 def _state(worker: Worker) -> str:
     if worker.current is None or worker.last is None:
         return "lost"
-    return "draining" if worker.last.load.draining else "alive"
+    if worker.last.load.draining:
+        return "draining"
+    stopped = {worker_pb2.SERVING_STATE_PAUSED: "paused", worker_pb2.SERVING_STATE_ASLEEP: "asleep"}
+    return stopped.get(worker.last.load.serving_state, "alive")

@@ -28,7 +28,7 @@ class ToldRouter(mesh_pb2_grpc.MeshServicer):
     # Nobody asks for these here.
     Generate = Chat = Tokenize = ListModels = Explain = None  # type: ignore[assignment]
 
-    Embed = LoadAdapter = UnloadAdapter = ListAdapters = ReleaseSession = UpdateWeights = SetTrafficSplit = None  # type: ignore[assignment]
+    Embed = LoadAdapter = UnloadAdapter = ListAdapters = ReleaseSession = UpdateWeights = SetTrafficSplit = SetServing = None  # type: ignore[assignment]
 
     async def GetStatus(
         self, request: mesh_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[object, object]
@@ -96,7 +96,8 @@ class ToldWorker(worker_pb2_grpc.WorkerControlServicer):
     # Nobody asks for these here.
     Watch = ListBlocks = KeepTraces = None  # type: ignore[assignment]
 
-    LoadAdapter = UnloadAdapter = ListAdapters = ReleaseRetained = SendBlocks = WatchBlocks = WarmPrefix = UpdateWeights = None  # type: ignore[assignment]
+    LoadAdapter = UnloadAdapter = ListAdapters = ReleaseRetained = SendBlocks = WatchBlocks = WarmPrefix = None  # type: ignore[assignment]
+    UpdateWeights = SetServing = None  # type: ignore[assignment]
 
     async def GetInfo(self, request: worker_pb2.GetInfoRequest, context: object) -> worker_pb2.WorkerInfo:
         return self.info

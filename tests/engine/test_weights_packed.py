@@ -55,7 +55,7 @@ def leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:
 
 
 def assert_equal(first: PackedWeights, second: PackedWeights) -> None:
-    one, other = (dict(leaves(replace(weights, mapped_bytes=0))) for weights in (first, second))
+    one, other = (dict(leaves(replace(weights, mapped_bytes=0, file=None))) for weights in (first, second))
     assert one.keys() == other.keys()
     for place, value in one.items():
         found = other[place]

@@ -59,8 +59,10 @@ ROUTER_METHODS = (
     "vllm.grpc.engine.VllmEngine.SubscribeKvEvents",
     "pdmesh.v1.Mesh.UpdateWeights",
     "pdmesh.v1.Mesh.SetTrafficSplit",
+    "pdmesh.v1.Mesh.SetServing",
 )
-WORKER_METHODS = (*_FIRST_OF_WORKER, *_names({"pdmesh.v1.WorkerControl": "SendBlocks WatchBlocks WarmPrefix UpdateWeights"}))
+_LATER_OF_WORKER = "SendBlocks WatchBlocks WarmPrefix UpdateWeights SetServing"
+WORKER_METHODS = (*_FIRST_OF_WORKER, *_names({"pdmesh.v1.WorkerControl": _LATER_OF_WORKER}))
 """Methods, in the order of their numbers in kept inputs: new ones come last. A run finds one that is missing."""
 
 

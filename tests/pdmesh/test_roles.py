@@ -24,7 +24,8 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 class FakeWorker(WorkerControlServicer):
     """Has roles, and takes others."""
 
-    LoadAdapter = UnloadAdapter = ListAdapters = ReleaseRetained = SendBlocks = WatchBlocks = WarmPrefix = UpdateWeights = None  # type: ignore[assignment]
+    LoadAdapter = UnloadAdapter = ListAdapters = ReleaseRetained = SendBlocks = WatchBlocks = WarmPrefix = None  # type: ignore[assignment]
+    UpdateWeights = SetServing = None  # type: ignore[assignment]
 
     def __init__(self, worker_id: str, epoch: int) -> None:
         self.info = WorkerInfo(worker_id=worker_id, epoch=epoch, roles=[ROLE_DECODE], identity=common_pb2.Identity(model="fake"))

@@ -82,7 +82,8 @@ class StubWorker(StubPrefill, decode_pb2_grpc.DecodeServiceServicer, worker_pb2_
     released: list[tuple[str, str]] = field(default_factory=list)
     kept: list[bytes] = field(default_factory=list)
 
-    LoadAdapter = UnloadAdapter = ListAdapters = SendBlocks = WatchBlocks = WarmPrefix = UpdateWeights = None  # type: ignore[assignment]
+    LoadAdapter = UnloadAdapter = ListAdapters = SendBlocks = WatchBlocks = WarmPrefix = None  # type: ignore[assignment]
+    UpdateWeights = SetServing = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         super().__init__()

@@ -43,6 +43,7 @@ class SeenWorker:
     latency: LatencyModel | None
     limits: Limits | None
     keeps_pace: bool = True
+    is_stopped: bool = False  # paused or asleep
 
     @property
     def key(self) -> WorkerKey:
@@ -107,6 +108,7 @@ def _seen(told: mesh_pb2.WorkerStatus, heard_s: float) -> SeenWorker | None:
         latency=_latency(load),
         limits=_limits(info),
         keeps_pace=worker_pb2.ENGINE_LACK_PACES not in info.lacks,
+        is_stopped=load.serving_state in (worker_pb2.SERVING_STATE_PAUSED, worker_pb2.SERVING_STATE_ASLEEP),
     )
 
 
@@ -283,6 +285,7 @@ class Pools:
             age_s=max(0.0, now_s - reported_s),
             hold=self.asked[name].hold,
             keeps_pace=all(worker.keeps_pace for worker in here),
+            num_stopped=sum(worker.is_stopped for worker in here),
         )
 
     def follow(self, starts: Mapping[PoolName, Starts], now_s: float) -> None:

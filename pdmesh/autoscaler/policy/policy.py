@@ -119,9 +119,10 @@ class Policy:
 
     def decide(self, snapshot: Snapshot) -> Decision:
         """Return a decision. Call it every few seconds; `now_s` of the snapshots must not go back."""
-        stale = self._stale(snapshot)
-        if stale is not None:
-            return self._keep(snapshot, stale)
+        if (why := self._stale(snapshot)) is not None:
+            return self._keep(snapshot, why, "stale")
+        if (num_stopped := sum(view.num_stopped for view in snapshot.pools)) > 0:
+            return self._keep(snapshot, f"{num_stopped} workers are paused or asleep: nothing changes until they run", "stopped")
         self._learn(snapshot)
         now_s = snapshot.now_s
         settings = replace(self._settings, cool_down_s=cool_down_s(self._forecaster.at(now_s), self._settings))
@@ -184,13 +185,13 @@ class Policy:
             return None
         return f"figures of {what} are {age_s:.0f} s old, more than {self._settings.stale_after_s:g} s: nothing changes"
 
-    def _keep(self, snapshot: Snapshot, why: str) -> Decision:
+    def _keep(self, snapshot: Snapshot, why: str, held: str) -> Decision:
         for correction in (self._ttft, self._tpot):
             correction.skip(snapshot.now_s)
         for memory in self._memories.values():
             memory.interrupt()
-        pools = [PoolDecision(view.name, view.num_replicas, view.num_replicas, why, "stale") for view in snapshot.pools]
-        return Decision(tuple(pools), held=why)
+        pools = [PoolDecision(view.name, view.num_replicas, view.num_replicas, why, held) for view in snapshot.pools]
+        return Decision(tuple(pools), held=why, held_by=held)
 
     def _learn(self, snapshot: Snapshot) -> None:
         traffic, now_s = snapshot.traffic, snapshot.now_s

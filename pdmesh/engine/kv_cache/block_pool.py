@@ -223,6 +223,18 @@ class BlockPool:
         for block_id in block_ids:
             self._forget(block_id)
 
+    def forget_all(self) -> None:
+        """Take all blocks out of the prefix cache, none of which is in use: what they hold is about to be lost."""
+        if self.num_free != self.num_total:
+            raise IntegrityError(f"{self.num_total - self.num_free} blocks are in use, and all of them are to be forgotten")
+        while len(self.claims):
+            self.claims.drop_oldest()
+        self.withdraw(list(self._hash_of))
+        for queue in (self._cached, self._set_aside, self._claimed):
+            queue.clear()
+        self._expendable = OrderedDict.fromkeys(range(self.num_total))
+        self.highest_used = -1
+
     def claim(self, request_id: str, hashes: Sequence[bytes]) -> None:
         """Evict the blocks of this hash chain after all others, those that come later too, until `unclaim`. All claims together
         have at most a quarter as many hashes as the pool has blocks, as they rank above what others retain: what is past that is

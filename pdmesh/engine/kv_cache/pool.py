@@ -13,6 +13,7 @@ Workers then exchange KV over sockets. Only the ranks of one worker, which trust
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import threading
@@ -114,19 +115,40 @@ def shared_memory(name: str, num_bytes: int, before_seal: Callable[[int], None] 
     `before_seal` gets a descriptor while it can still be mapped for writing. `name` is shown by /proc."""
     if not MEMFD.is_there and before_seal is None:
         return private_memory(num_bytes), None  # only peers would map it
-    fd = linux.memfd(name, num_bytes) if MEMFD.is_there else fallbacks.unlinked_file(num_bytes)
+    if MEMFD.is_there:
+        # A mapping that Python makes of a descriptor keeps a copy of it, and with it memory that was to be replaced.
+        reserved = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | linux.RESERVE_NOTHING)
+        return reserved, _sealed_at(address_of(reserved), name, num_bytes, before_seal)
+    fd = fallbacks.unlinked_file(num_bytes)
     try:
         mapping = mmap.mmap(fd, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         if before_seal is not None:
             before_seal(fd)
-        if MEMFD.is_there:
-            linux.seal(fd)
-            return mapping, fd
+    finally:
+        os.close(fd)
+    return mapping, None
+
+
+def _sealed_at(address: int, name: str, num_bytes: int, before_seal: Callable[[int], None] | None = None) -> int:
+    """Map new anonymous memory at `address`, in place of what is mapped there, and seal it; return its descriptor."""
+    fd = linux.memfd(name, num_bytes)
+    try:
+        linux.map_file_at(address, num_bytes, fd, writable=True)
+        if before_seal is not None:
+            before_seal(fd)
+        linux.seal(fd)
     except BaseException:
         os.close(fd)
         raise
-    os.close(fd)
-    return mapping, None
+    return fd
+
+
+def address_of(memory: mmap.mmap) -> int:
+    """Return where it is mapped."""
+    return torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+
+
+_POOL_NAME = "pdmesh-kv"
 
 
 @dataclass(frozen=True)
@@ -179,15 +201,16 @@ class KVPool:
         self.fd: int | None = None
         self._map: mmap.mmap | None = None
         self._pages: TouchedPages | None = None
+        self._is_shared = False
         if device == "cpu":
             num_bytes = shape.num_bytes
             if shared:
-                self._map, self.fd = shared_memory("pdmesh-kv", num_bytes, before_seal)
+                self._map, self.fd = shared_memory(_POOL_NAME, num_bytes, before_seal)
             else:
                 self._map = private_memory(num_bytes)
             self._tensor: Tensor | None = torch.frombuffer(self._map, dtype=shape.dtype).view(shape.tensor_shape)
-            planes = 2 * shape.num_layers
-            self._pages = TouchedPages(self._tensor.data_ptr(), planes, shape.num_blocks, shape.bytes_per_layer_block)
+            self._is_shared = shared
+            self._pages = self._touched()
         else:
             # Zeroed as bytes: not every operator of torch takes every narrow dtype.
             zeros = torch.zeros(shape.num_bytes, dtype=torch.uint8, device=device)
@@ -239,6 +262,36 @@ class KVPool:
         """Record that blocks up to this one are in use, and the next ones will be soon. One thread at a time calls it."""
         if self._pages is not None:
             self._pages.reach(block_id)
+
+    def forget(self) -> int:
+        """Give the memory of all blocks back, whose content is lost, and return how many bytes that were. Nothing may use the
+        pool meanwhile. The addresses stay; the descriptor is another one, since a sealed file cannot be emptied: peers that have
+        the old one mapped keep its memory until they unmap it. Raises OSError, and nothing has changed, where the memory cannot
+        be given back: a device's, or that of ranks."""
+        if self._map is None or self._pages is None or (self._is_shared and MEMFD.is_there and self.fd is None):
+            raise OSError(errno.ENOTSUP, "only a pool in the CPU memory of one process can be given back")
+        address, num_bytes = self.tensor.data_ptr(), self.shape.num_bytes
+        pages, self._pages = self._pages, None
+        pages.close()
+        try:
+            if self.fd is None:
+                linux.forget_pages(address, num_bytes)
+            else:
+                former, self.fd = self.fd, _sealed_at(address, _POOL_NAME, num_bytes)
+                os.close(former)
+        except OSError:
+            self._pages = self._touched()
+            raise
+        return pages.num_blocks * self.shape.bytes_per_block
+
+    def touch(self) -> None:
+        """Touch the pages of the first blocks again, after `forget`."""
+        if self._pages is None and self._map is not None:
+            self._pages = self._touched()
+
+    def _touched(self) -> TouchedPages:
+        shape = self.shape
+        return TouchedPages(self.tensor.data_ptr(), 2 * shape.num_layers, shape.num_blocks, shape.bytes_per_layer_block)
 
     def close(self) -> None:
         """Free the memory; idempotent."""

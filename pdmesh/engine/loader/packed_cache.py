@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TextIO
@@ -104,9 +104,10 @@ class PackedCache:
         except OSError as error:
             _warn(f"{self.folder} cannot hold {size / 1e9:.2f} GB more ({error.strerror or error})")
             return weights
+        kept = replace(weights, file=(str(self._path(name)), name.key))
         with contextlib.suppress(NotShared):
-            return self._find(name, config, copies=False) or weights
-        return weights
+            return self._find(name, config, copies=False) or kept
+        return kept
 
     def _find(
         self, name: Name, config: ModelConfig, *, level: int = logging.WARNING, copies: bool = True
@@ -250,6 +251,11 @@ def entries(folder: Path) -> Sequence[Entry]:
             stat, seen = path.stat(), path.with_suffix(".json")
             found.append(Entry(path, stat.st_size, seen.stat().st_mtime if seen.exists() else stat.st_mtime))
     return found
+
+
+def is_whole(path: Path, found: os.stat_result) -> bool:
+    """Return whether the content of the file of packed weights with this stat was found whole before."""
+    return _stamp(found) == _read_stamp(path.with_suffix(".json"))
 
 
 def _stamp(found: os.stat_result) -> list[int]:

@@ -23,7 +23,7 @@ import mmap
 import os
 import stat
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
@@ -236,7 +236,46 @@ def read(
         raise UnusableFile(f"{path} holds other parts than this version's weights have ({error})") from error
     if not isinstance(weights, PackedWeights):
         raise UnusableFile(f"{path} holds no weights")
-    return OpenedWeights(replace(weights, mapped_bytes=found.st_size if is_shared else 0), is_shared, found)
+    mapped_bytes = found.st_size if is_shared else 0
+    return OpenedWeights(replace(weights, mapped_bytes=mapped_bytes, file=(str(path), key)), is_shared, found)
+
+
+@dataclass(frozen=True)
+class PlacedTensor:
+    """A tensor of weights in memory, and at which byte of their file its content begins."""
+
+    tensor: Tensor
+    offset: int
+
+
+def placed(file: BinaryIO, path: Path, weights: PackedWeights, key: str) -> list[PlacedTensor]:
+    """Return the tensors of `weights` that the file holds, of which the weights were read or which was written of them. Raises
+    UnusableFile for one that is not theirs."""
+    header = _checked_header(file, path, os.fstat(file.fileno()).st_size, key)
+    start, found = _rounded(header.end, _ALIGNMENT), []
+    for tensor, number in _pairs(header.tree, weights):
+        name, shape, offset = header.tensors[number]
+        if (_NAMES.get(tensor.dtype), list(tensor.shape)) != (name, shape):
+            raise UnusableFile(f"{path} holds {shape} of {name} where the weights have {list(tensor.shape)} of {tensor.dtype}")
+        found.append(PlacedTensor(tensor, start + offset))
+    return found
+
+
+def _pairs(node: object, value: object) -> Iterator[tuple[Tensor, int]]:
+    """Yield the tensors of both trees, with their numbers in the file. What was added to the weights since has none."""
+    if not isinstance(node, dict):
+        return
+    ((kind, content),) = node.items()
+    if kind == "tensor":
+        if isinstance(value, Tensor):
+            yield value, content
+    elif kind in ("list", "tuple"):
+        if isinstance(value, list | tuple) and len(value) == len(content):
+            for each, part in zip(content, value, strict=True):
+                yield from _pairs(each, part)
+    elif kind in _TYPES:
+        for name, each in content.items():
+            yield from _pairs(each, getattr(value, name, None))
 
 
 def _check_owner(path: Path, found: os.stat_result) -> None:

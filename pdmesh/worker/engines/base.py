@@ -197,6 +197,20 @@ class WorkerEngine(ServingEngine, Protocol):
         """Compute with these what comes from now on, and change `facts`; return the seconds for which no step could run. Raises
         WeightsRefused."""
 
+    async def pause(self) -> None:
+        """Run no step from now on, everything else as before. It returns when the step under way has ended; idempotent."""
+
+    async def resume(self) -> None:
+        """Run steps again; idempotent."""
+
+    async def fall_asleep(self) -> int:
+        """Give the memory of KV and weights back while paused and without requests; return the bytes. Raises SleepRefused,
+        InvalidState."""
+
+    async def wake(self) -> None:
+        """Take the memory again, before `resume`; idempotent. Raises ValueError or OSError when the weights cannot be read: it
+        stays asleep."""
+
     def first_stats(self) -> EngineStats:
         """Return the counts before the first step. Call it before `open`."""
 

@@ -151,6 +151,19 @@ class BuiltinEngine:
         self.facts = facts_of(self.engine)
         return pause_s
 
+    async def pause(self) -> None:
+        await self.calls.pause()
+        await self.calls.call(lambda engine: engine.sleep.rest())
+
+    async def resume(self) -> None:
+        await self.calls.resume()
+
+    async def fall_asleep(self) -> int:
+        return await self.calls.call(lambda engine: engine.sleep.fall_asleep())
+
+    async def wake(self) -> None:
+        await self.calls.call(lambda engine: engine.sleep.wake())
+
     def first_stats(self) -> EngineStats:
         return self.engine.stats()
 

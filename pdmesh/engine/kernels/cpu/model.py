@@ -261,7 +261,7 @@ class PackedRope:
 class PackedWeights:
     """`embedding` [vocab, hidden] float32 or bfloat16; `positions` [max_context, hidden] float32, learned ones; `temperatures`
     [max_context] float32, factors of queries. `mapped_bytes` of the weights are pages of a file, which the system counts as
-    free."""
+    free. `file`: the path and the key of the file that holds them; None: there is none."""
 
     layers: list[PackedLayer]
     norm: PackedNorm
@@ -274,6 +274,7 @@ class PackedWeights:
     embedding_norm: PackedNorm | None = None
     temperatures: Tensor | None = None
     mapped_bytes: int = 0
+    file: tuple[str, str] | None = None
 
     @property
     def bytes_per_step(self) -> int:

@@ -1,0 +1,108 @@
+"""Changes to all workers of a model while they serve: other weights, pause, sleep and wake.
+
+What reinforcement learning asks of a mesh: after each step of training the weights change, and while it trains on the same
+machine, the workers sleep. The workers hold the state; a router tells all of them at the same time, and the others read it in
+heartbeats.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+import grpc.aio
+
+from pdmesh.runtime.errors import FailedPrecondition, InvalidArgument, MeshError, Unavailable, error_from_rpc
+from pdmesh.v1 import mesh_pb2, worker_pb2
+from router.fleet.registry import FleetRegistry
+from router.fleet.worker import Worker
+
+CALL_TIMEOUT_S = 600.0
+MAX_FOLDER_CHARS = 4096
+DEFAULT_FINISH_S = 30.0
+SERVING_STATES = (
+    worker_pb2.SERVING_STATE_RUNNING,
+    worker_pb2.SERVING_STATE_PAUSED,
+    worker_pb2.SERVING_STATE_ASLEEP,
+)
+
+T = TypeVar("T")
+
+
+class ModelChanges:
+    """Change all workers of a model that are here, all at the same time."""
+
+    def __init__(self, fleet: FleetRegistry, *, may_change: bool) -> None:
+        """`may_change`: clients may change weights."""
+        self._fleet, self._may_change = fleet, may_change
+
+    async def update_weights(self, model: str, folder: str) -> mesh_pb2.MeshUpdateWeightsResponse:
+        """Have the workers load the weights and compute with them; between two of them that differ there is no hand-off. A worker
+        that could not goes on with its own, apart from the others. Raises MeshError where none could."""
+        if not self._may_change:
+            remedy = "this router lets no client change adapters or weights; start it with --adapter-changes on"
+            raise FailedPrecondition("folder", remedy)
+        if not folder or len(folder) > MAX_FOLDER_CHARS:
+            raise InvalidArgument("folder", f"has {len(folder)} characters; give a folder as the workers see it")
+
+        async def update(worker: Worker) -> worker_pb2.UpdateWeightsResponse:
+            request = worker_pb2.UpdateWeightsRequest(folder=folder)
+            done = await worker.control.UpdateWeights(request, timeout=CALL_TIMEOUT_S)
+            worker.has_weights(done.identity.weights_hash)  # a request that comes now is not to wait for its next report
+            return done
+
+        told = []
+        for worker, answer in await self._all(model, update):
+            message = mesh_pb2.WorkerWeights(worker_id=worker_id_of(worker))
+            if isinstance(answer, MeshError):
+                message.error = answer.message
+            else:
+                message.weights_hash, message.pause_s = answer.identity.weights_hash, answer.pause_s
+            told.append(message)
+        hashes = Counter(message.weights_hash for message in told if not message.error)
+        return mesh_pb2.MeshUpdateWeightsResponse(weights_hash=hashes.most_common(1)[0][0], workers=told)
+
+    async def set_serving(self, model: str, serving: worker_pb2.SetServingRequest) -> mesh_pb2.MeshSetServingResponse:
+        """Have the workers run, pause or sleep. Raises MeshError where none could."""
+        if serving.state not in SERVING_STATES:
+            raise InvalidArgument("serving.state", f"{serving.state} is none of RUNNING, PAUSED and ASLEEP")
+        timeout_s = CALL_TIMEOUT_S + (serving.timeout_ms / 1000 or DEFAULT_FINISH_S if serving.finish_running else 0.0)
+
+        async def change(worker: Worker) -> worker_pb2.SetServingResponse:
+            return await worker.control.SetServing(serving, timeout=timeout_s)
+
+        told = []
+        for worker, answer in await self._all(model, change):
+            if isinstance(answer, MeshError):
+                told.append(mesh_pb2.WorkerServing(worker_id=worker_id_of(worker), error=answer.message))
+            else:
+                told.append(mesh_pb2.WorkerServing(worker_id=worker_id_of(worker), serving=answer))
+        return mesh_pb2.MeshSetServingResponse(workers=told)
+
+    async def _all(self, model: str, call: Callable[[Worker], Awaitable[T]]) -> Sequence[tuple[Worker, T | MeshError]]:
+        """Return what each worker of the model answered, those out of reach included. Raises the MeshError of the first where all
+        failed."""
+        known = [each for each in self._fleet.workers.values() if each.last and each.last.info.identity.model == model]
+        workers = [each for each in known if each.current is not None]
+        if not workers:
+            raise Unavailable(f"no worker of {model!r} is reachable")
+        answers = await asyncio.gather(*(_answer(call(worker)) for worker in workers))
+        failed = [answer for answer in answers if isinstance(answer, MeshError)]
+        if len(failed) == len(answers):
+            raise failed[0]
+        away = Unavailable("not reachable: it is as it was, if it comes back")
+        return [*zip(workers, answers, strict=True), *((each, away) for each in known if each.current is None)]
+
+
+async def _answer(call: Awaitable[T]) -> T | MeshError:
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        return error_from_rpc(error)
+
+
+def worker_id_of(worker: Worker) -> str:
+    """Return its id; empty while it was never heard."""
+    return "" if worker.last is None else worker.last.info.worker_id
