@@ -25,7 +25,6 @@ from router.config import RouterConfig
 from router.fleet.adapters import FleetAdapters, WantedAdapters
 from router.fleet.circuit_breaker import HealthRecorder
 from router.fleet.heartbeat import being_cancelled
-from router.fleet.hedging import HedgeLimits, Hedging
 from router.fleet.migration import Migratable
 from router.fleet.registry import FleetRegistry
 from router.fleet.rollouts import Rollouts, TrafficSplits
@@ -35,6 +34,7 @@ from router.flow_control.slo_admission import Forecaster
 from router.kv_index.hot_prefixes import RecentPrompts
 from router.kv_index.index import PrefixIndex
 from router.lifecycle.capacity_queue import CapacityQueue
+from router.lifecycle.hedging import HedgeLimits, Hedging
 from router.routing.cost_model import OutputLengths, Overheads
 from router.routing.decisions import Decisions, SessionMemory
 from router.routing.policy import Policy, make_policy

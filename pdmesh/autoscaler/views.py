@@ -63,8 +63,8 @@ class PoolView:
     asked for, including those not created yet. `num_draining` finish their work and accept nothing new.
 
     `latency` and `limits` are those of a typical worker; None: none has reported yet. `keeps_pace`: all of them do.
-    `kv_occupancy`: share of the pool's KV in use. Of the ready ones `num_borrowed` belong to the other pool, and `num_stopped` are
-    paused or asleep. `age_s`: of the oldest of these figures."""
+    `kv_occupancy`: share of the pool's KV in use. Of the ready ones `num_borrowed` belong to the other pool, and `num_stopped`
+    are paused or asleep. `age_s`: of the oldest of these figures."""
 
     name: PoolName
     num_ready: int

@@ -14,6 +14,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, TypeVar, Unpack
 
@@ -42,6 +44,7 @@ from pdmesh.client.types import (
     ToolCall,
     ToolLike,
 )
+from pdmesh.client.weights import files_of, messages_of
 from pdmesh.errors import Cancelled, error_from_rpc
 from pdmesh.runtime.rpc.tls import ClientTlsConfig, TlsConfig, open_tls
 from pdmesh.runtime.telemetry.propagation import Metadata
@@ -229,6 +232,18 @@ class Client(_Base):
         request = mesh_pb2.MeshUpdateWeightsRequest(model=model, folder=folder)
         return self._unary(lambda stub: stub.UpdateWeights, request, timeout)
 
+    def send_weights(
+        self, folder: str | PathLike[str], *, model: str = "", timeout: float | None = None
+    ) -> mesh_pb2.MeshUpdateWeightsResponse:
+        """Do `update_weights` with the .safetensors files of a folder of this machine, which are sent to the workers. It is not
+        tried again by itself. Raises ValueError or OSError about the folder."""
+        self._check_open()
+        messages = messages_of(*files_of(Path(folder)), model)
+        try:
+            return self._stubs[self._preference.address].SendWeights(messages, timeout=timeout, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise error_from_rpc(error) from error
+
     def set_serving(
         self,
         state: str,
@@ -401,6 +416,17 @@ class AsyncClient(_Base):
         """See Client.update_weights."""
         request = mesh_pb2.MeshUpdateWeightsRequest(model=model, folder=folder)
         return await self._unary(lambda stub: stub.UpdateWeights, request, timeout)
+
+    async def send_weights(
+        self, folder: str | PathLike[str], *, model: str = "", timeout: float | None = None
+    ) -> mesh_pb2.MeshUpdateWeightsResponse:
+        """See Client.send_weights."""
+        self._check_open()
+        messages = messages_of(*files_of(Path(folder)), model)
+        try:
+            return await self._stubs[self._preference.address].SendWeights(messages, timeout=timeout, metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from error
 
     async def set_serving(
         self,

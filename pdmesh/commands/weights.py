@@ -19,6 +19,9 @@ class Options:
         default="", metadata={"help": "folder or .gguf file, as the workers see it, also as a bare word", "positional": True}
     )
     model: str = field(default="", metadata={"help": "model that it is of; empty while the mesh serves exactly one"})
+    send: bool = field(
+        default=False, metadata={"help": "send the folder's .safetensors files to the workers, which need not see the folder"}
+    )
     json: bool = field(default=False, metadata={"help": "write JSON"})
     connection: Connection = field(default_factory=Connection, metadata=flat())
 
@@ -30,10 +33,13 @@ class Options:
 
 def run(options: Options) -> int:
     """Run the command; return 0 when all workers have the weights, 1 when some have not."""
-    here = Path(options.folder)
-    folder = str(here.resolve()) if here.exists() else options.folder
+    here, timeout = Path(options.folder), options.connection.timeout
     with options.connection.client() as client:
-        done = client.update_weights(folder, model=options.model, timeout=options.connection.timeout)
+        if options.send:
+            done = client.send_weights(here, model=options.model, timeout=timeout)
+        else:
+            folder = str(here.resolve()) if here.exists() else options.folder
+            done = client.update_weights(folder, model=options.model, timeout=timeout)
     if options.json:
         print(MessageToJson(done, always_print_fields_with_no_presence=True))
     else:

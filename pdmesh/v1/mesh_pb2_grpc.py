@@ -106,6 +106,11 @@ class MeshStub:
                 request_serializer=pdmesh_dot_v1_dot_mesh__pb2.MeshSetServingRequest.SerializeToString,
                 response_deserializer=pdmesh_dot_v1_dot_mesh__pb2.MeshSetServingResponse.FromString,
                 _registered_method=True)
+        self.SendWeights = channel.stream_unary(
+                '/pdmesh.v1.Mesh/SendWeights',
+                request_serializer=pdmesh_dot_v1_dot_worker__pb2.SendWeightsRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_mesh__pb2.MeshUpdateWeightsResponse.FromString,
+                _registered_method=True)
 
 
 class MeshServicer:
@@ -228,6 +233,14 @@ class MeshServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SendWeights(self, request_iterator, context):
+        """SendWeights is UpdateWeights for a client that shares no folder with the workers: the files of the weights come in the stream, and
+        every worker of the model gets them while they come. INVALID_ARGUMENT names the field. Else as UpdateWeights.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_MeshServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -300,6 +313,11 @@ def add_MeshServicer_to_server(servicer, server):
                     servicer.SetServing,
                     request_deserializer=pdmesh_dot_v1_dot_mesh__pb2.MeshSetServingRequest.FromString,
                     response_serializer=pdmesh_dot_v1_dot_mesh__pb2.MeshSetServingResponse.SerializeToString,
+            ),
+            'SendWeights': grpc.stream_unary_rpc_method_handler(
+                    servicer.SendWeights,
+                    request_deserializer=pdmesh_dot_v1_dot_worker__pb2.SendWeightsRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_mesh__pb2.MeshUpdateWeightsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -681,6 +699,33 @@ class Mesh:
             '/pdmesh.v1.Mesh/SetServing',
             pdmesh_dot_v1_dot_mesh__pb2.MeshSetServingRequest.SerializeToString,
             pdmesh_dot_v1_dot_mesh__pb2.MeshSetServingResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SendWeights(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/pdmesh.v1.Mesh/SendWeights',
+            pdmesh_dot_v1_dot_worker__pb2.SendWeightsRequest.SerializeToString,
+            pdmesh_dot_v1_dot_mesh__pb2.MeshUpdateWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -89,6 +89,10 @@ class MeshStub:
     INVALID_ARGUMENT names the field; NOT_FOUND: unknown model; FAILED_PRECONDITION: no worker could; PERMISSION_DENIED: where clients need
     keys, this needs one with admin; UNAVAILABLE: no worker.
     """
+    SendWeights: _grpc.StreamUnaryMultiCallable[_worker_pb2.SendWeightsRequest, _mesh_pb2.MeshUpdateWeightsResponse]
+    """SendWeights is UpdateWeights for a client that shares no folder with the workers: the files of the weights come in the stream, and
+    every worker of the model gets them while they come. INVALID_ARGUMENT names the field. Else as UpdateWeights.
+    """
 
 @_typing.type_check_only
 class MeshAsyncStub(MeshStub):
@@ -149,6 +153,10 @@ class MeshAsyncStub(MeshStub):
     wait, for the router's --paused-timeout-s or until their deadline, and none is lost: those that ran go on with the same tokens.
     INVALID_ARGUMENT names the field; NOT_FOUND: unknown model; FAILED_PRECONDITION: no worker could; PERMISSION_DENIED: where clients need
     keys, this needs one with admin; UNAVAILABLE: no worker.
+    """
+    SendWeights: _aio.StreamUnaryMultiCallable[_worker_pb2.SendWeightsRequest, _mesh_pb2.MeshUpdateWeightsResponse]  # type: ignore[assignment]
+    """SendWeights is UpdateWeights for a client that shares no folder with the workers: the files of the weights come in the stream, and
+    every worker of the model gets them while they come. INVALID_ARGUMENT names the field. Else as UpdateWeights.
     """
 
 class MeshServicer(metaclass=_abc_1.ABCMeta):
@@ -291,6 +299,16 @@ class MeshServicer(metaclass=_abc_1.ABCMeta):
         wait, for the router's --paused-timeout-s or until their deadline, and none is lost: those that ran go on with the same tokens.
         INVALID_ARGUMENT names the field; NOT_FOUND: unknown model; FAILED_PRECONDITION: no worker could; PERMISSION_DENIED: where clients need
         keys, this needs one with admin; UNAVAILABLE: no worker.
+        """
+
+    @_abc_1.abstractmethod
+    def SendWeights(
+        self,
+        request_iterator: _MaybeAsyncIterator[_worker_pb2.SendWeightsRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_mesh_pb2.MeshUpdateWeightsResponse, _abc.Awaitable[_mesh_pb2.MeshUpdateWeightsResponse]]:
+        """SendWeights is UpdateWeights for a client that shares no folder with the workers: the files of the weights come in the stream, and
+        every worker of the model gets them while they come. INVALID_ARGUMENT names the field. Else as UpdateWeights.
         """
 
 def add_MeshServicer_to_server(servicer: MeshServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

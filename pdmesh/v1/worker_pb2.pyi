@@ -149,6 +149,46 @@ REACH_SCOPE_EVERYWHERE: ReachScope.ValueType  # 3
 Global___ReachScope: _TypeAlias = ReachScope  # noqa: Y015
 
 @_typing.final
+class SendWeightsRequest(_message.Message):
+    """SendWeightsRequest is a piece of the files, which come one after the other."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    FILE_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    SHA256_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """model that is served. Empty is allowed while the mesh serves exactly one. Only in the first message, and only for a router."""
+    num_bytes: _builtins.int
+    """num_bytes of all files together, at least 1. Only in the first message."""
+    file: _builtins.str
+    """file that begins with this message: its name, without a folder, which ends in .safetensors or .safetensors.index.json. Empty: data
+    goes on with the file before.
+    """
+    data: _builtins.bytes
+    """data of it. Pieces of a megabyte or so are best."""
+    sha256: _builtins.bytes
+    """sha256 of all data in the order in which it was sent. Only in the last message."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        num_bytes: _builtins.int = ...,
+        file: _builtins.str = ...,
+        data: _builtins.bytes = ...,
+        sha256: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "file", b"file", "model", b"model", "num_bytes", b"num_bytes", "sha256", b"sha256"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SendWeightsRequest: _TypeAlias = SendWeightsRequest  # noqa: Y015
+
+@_typing.final
 class SetServingRequest(_message.Message):
     """SetServingRequest says what the worker is to do."""
 

@@ -106,6 +106,11 @@ class WorkerControlStub:
                 request_serializer=pdmesh_dot_v1_dot_worker__pb2.SetServingRequest.SerializeToString,
                 response_deserializer=pdmesh_dot_v1_dot_worker__pb2.SetServingResponse.FromString,
                 _registered_method=True)
+        self.SendWeights = channel.stream_unary(
+                '/pdmesh.v1.WorkerControl/SendWeights',
+                request_serializer=pdmesh_dot_v1_dot_worker__pb2.SendWeightsRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_worker__pb2.UpdateWeightsResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerControlServicer:
@@ -225,6 +230,15 @@ class WorkerControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SendWeights(self, request_iterator, context):
+        """SendWeights is UpdateWeights for whoever shares no folder with the worker: the files of the weights come in the stream, and
+        config.json and the tokenizer stay those of the worker's model. INVALID_ARGUMENT names the field (sha256: they have not arrived as
+        they were sent); RESOURCE_EXHAUSTED: its disk has no room for them. Else as UpdateWeights.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -297,6 +311,11 @@ def add_WorkerControlServicer_to_server(servicer, server):
                     servicer.SetServing,
                     request_deserializer=pdmesh_dot_v1_dot_worker__pb2.SetServingRequest.FromString,
                     response_serializer=pdmesh_dot_v1_dot_worker__pb2.SetServingResponse.SerializeToString,
+            ),
+            'SendWeights': grpc.stream_unary_rpc_method_handler(
+                    servicer.SendWeights,
+                    request_deserializer=pdmesh_dot_v1_dot_worker__pb2.SendWeightsRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_worker__pb2.UpdateWeightsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -678,6 +697,33 @@ class WorkerControl:
             '/pdmesh.v1.WorkerControl/SetServing',
             pdmesh_dot_v1_dot_worker__pb2.SetServingRequest.SerializeToString,
             pdmesh_dot_v1_dot_worker__pb2.SetServingResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SendWeights(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/pdmesh.v1.WorkerControl/SendWeights',
+            pdmesh_dot_v1_dot_worker__pb2.SendWeightsRequest.SerializeToString,
+            pdmesh_dot_v1_dot_worker__pb2.UpdateWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

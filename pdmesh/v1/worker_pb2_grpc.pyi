@@ -85,6 +85,11 @@ class WorkerControlStub:
     not run takes no new requests, and answers everything else. INVALID_ARGUMENT names the field; FAILED_PRECONDITION: it cannot sleep, and
     runs on (a GPU, several ranks, vLLM), or it leaves; UNAVAILABLE: it is asleep and its weights cannot be read, so call again.
     """
+    SendWeights: _grpc.StreamUnaryMultiCallable[_worker_pb2.SendWeightsRequest, _worker_pb2.UpdateWeightsResponse]
+    """SendWeights is UpdateWeights for whoever shares no folder with the worker: the files of the weights come in the stream, and
+    config.json and the tokenizer stay those of the worker's model. INVALID_ARGUMENT names the field (sha256: they have not arrived as
+    they were sent); RESOURCE_EXHAUSTED: its disk has no room for them. Else as UpdateWeights.
+    """
 
 @_typing.type_check_only
 class WorkerControlAsyncStub(WorkerControlStub):
@@ -141,6 +146,11 @@ class WorkerControlAsyncStub(WorkerControlStub):
     """SetServing pauses the worker, lets it sleep, or has it run. It returns when that is so, and again changes nothing. A worker that does
     not run takes no new requests, and answers everything else. INVALID_ARGUMENT names the field; FAILED_PRECONDITION: it cannot sleep, and
     runs on (a GPU, several ranks, vLLM), or it leaves; UNAVAILABLE: it is asleep and its weights cannot be read, so call again.
+    """
+    SendWeights: _aio.StreamUnaryMultiCallable[_worker_pb2.SendWeightsRequest, _worker_pb2.UpdateWeightsResponse]  # type: ignore[assignment]
+    """SendWeights is UpdateWeights for whoever shares no folder with the worker: the files of the weights come in the stream, and
+    config.json and the tokenizer stay those of the worker's model. INVALID_ARGUMENT names the field (sha256: they have not arrived as
+    they were sent); RESOURCE_EXHAUSTED: its disk has no room for them. Else as UpdateWeights.
     """
 
 class WorkerControlServicer(metaclass=_abc_1.ABCMeta):
@@ -279,6 +289,17 @@ class WorkerControlServicer(metaclass=_abc_1.ABCMeta):
         """SetServing pauses the worker, lets it sleep, or has it run. It returns when that is so, and again changes nothing. A worker that does
         not run takes no new requests, and answers everything else. INVALID_ARGUMENT names the field; FAILED_PRECONDITION: it cannot sleep, and
         runs on (a GPU, several ranks, vLLM), or it leaves; UNAVAILABLE: it is asleep and its weights cannot be read, so call again.
+        """
+
+    @_abc_1.abstractmethod
+    def SendWeights(
+        self,
+        request_iterator: _MaybeAsyncIterator[_worker_pb2.SendWeightsRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.UpdateWeightsResponse, _abc.Awaitable[_worker_pb2.UpdateWeightsResponse]]:
+        """SendWeights is UpdateWeights for whoever shares no folder with the worker: the files of the weights come in the stream, and
+        config.json and the tokenizer stay those of the worker's model. INVALID_ARGUMENT names the field (sha256: they have not arrived as
+        they were sent); RESOURCE_EXHAUSTED: its disk has no room for them. Else as UpdateWeights.
         """
 
 def add_WorkerControlServicer_to_server(servicer: WorkerControlServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

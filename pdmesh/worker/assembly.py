@@ -35,17 +35,17 @@ from pdmesh.worker.config import WorkerConfig
 from pdmesh.worker.control import ControlServicer, RoleChanges
 from pdmesh.worker.description import Description, describe
 from pdmesh.worker.engines.base import EngineEvents, WorkerEngine
+from pdmesh.worker.kv_events.prefix_publisher import PrefixPublisher, list_blocks
 from pdmesh.worker.kv_events.service import KVEvents
 from pdmesh.worker.kv_events.stream import watch_blocks
 from pdmesh.worker.kv_sources import WorkerKVSources, kv_tiers_of, open_kv_tiers
 from pdmesh.worker.load import ExpertWindow, LoadReporter, StepWatch
 from pdmesh.worker.metrics import Seen, WorkerMetrics, read
-from pdmesh.worker.prefix_publisher import PrefixPublisher, list_blocks
 from pdmesh.worker.roles import Role, RoleGate, roles_of
 from pdmesh.worker.serving import WorkerServing
 from pdmesh.worker.step_dispatcher import StepDispatcher, StepSpans
 from pdmesh.worker.token_request import ModelGrammars, ServedModel
-from pdmesh.worker.weights import WorkerWeights
+from pdmesh.worker.weight_updates.update import WorkerWeights
 from prefill_service.handoff import HandoffTools
 from prefill_service.kv_pull import KVPuller, PullTools
 from prefill_service.kv_send import BlockSender
@@ -165,6 +165,7 @@ class Worker:
             warm_prefix=self._warmer.warm,
             adapters=self.adapters,
             update_weights=self._weights.update,
+            send_weights=self._weights.receive,
             set_serving=self.serving.set,
         )
         add_decode = decode_pb2_grpc.add_DecodeServiceServicer_to_server

@@ -14,7 +14,7 @@ from pdmesh.worker.roles import Role, check_roles
 from pdmesh.worker.token_request import check_session
 
 if TYPE_CHECKING:
-    from pdmesh.v1.worker_pb2_grpc import _ServicerContext
+    from pdmesh.v1.worker_pb2_grpc import _MaybeAsyncIterator, _ServicerContext
 
 DEFAULT_DRAIN_S = 30.0
 DEFAULT_PERIOD_S = 0.2
@@ -77,6 +77,7 @@ class ControlServicer(WorkerControlServicer):
         warm_prefix: Callable[[worker_pb2.WarmPrefixRequest], Awaitable[worker_pb2.WarmPrefixResponse]],
         adapters: WorkerAdapters,
         update_weights: Callable[[str], Awaitable[worker_pb2.UpdateWeightsResponse]],
+        send_weights: Callable[[AsyncIterator[worker_pb2.SendWeightsRequest]], Awaitable[worker_pb2.UpdateWeightsResponse]],
         set_serving: Callable[[worker_pb2.SetServingRequest], Awaitable[worker_pb2.SetServingResponse]],
     ) -> None:
         """Create the servicer. `set_roles(roles, drain_timeout_s)` returns when removed roles have no work left;
@@ -93,6 +94,7 @@ class ControlServicer(WorkerControlServicer):
         self._warm_prefix = warm_prefix
         self._adapters = adapters
         self._update_weights = update_weights
+        self._send_weights = send_weights
         self._set_serving = set_serving
 
     async def GetInfo(self, request: worker_pb2.GetInfoRequest, context: _ServicerContext) -> worker_pb2.WorkerInfo:
@@ -167,7 +169,10 @@ class ControlServicer(WorkerControlServicer):
             raise InvalidArgument("folder", "empty; give the folder of the weights, as this worker sees it")
         return await self._update_weights(request.folder)
 
-    async def SetServing(
-        self, request: worker_pb2.SetServingRequest, context: _ServicerContext
-    ) -> worker_pb2.SetServingResponse:
+    async def SetServing(self, request: worker_pb2.SetServingRequest, context: _ServicerContext) -> worker_pb2.SetServingResponse:
         return await self._set_serving(request)
+
+    async def SendWeights(
+        self, request_iterator: _MaybeAsyncIterator[worker_pb2.SendWeightsRequest], context: _ServicerContext
+    ) -> worker_pb2.UpdateWeightsResponse:
+        return await self._send_weights(request_iterator)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator
 
 from pdmesh.planning.objectives import ModelObjective
 from pdmesh.runtime.errors import InvalidArgument, Unavailable
@@ -126,6 +126,11 @@ class Frontend:
     async def update_weights(self, request: mesh_pb2.MeshUpdateWeightsRequest) -> mesh_pb2.MeshUpdateWeightsResponse:
         """Have all workers of a model compute with other weights. Raises MeshError."""
         return await self._model_changes.update_weights(self.model_of(request.model).name, request.folder)
+
+    async def send_weights(self, messages: AsyncIterator[worker_pb2.SendWeightsRequest]) -> mesh_pb2.MeshUpdateWeightsResponse:
+        """Do `update_weights` with files that come in the stream. Raises MeshError."""
+        first = await anext(messages, worker_pb2.SendWeightsRequest())
+        return await self._model_changes.send_weights(self.model_of(first.model).name, _again(first, messages))
 
     async def set_serving(self, request: mesh_pb2.MeshSetServingRequest) -> mesh_pb2.MeshSetServingResponse:
         """Have all workers of a model run, pause or sleep. Raises MeshError."""
@@ -301,3 +306,12 @@ def _priority(value: str) -> common_pb2.Priority.ValueType:
     if value.lower() not in _PRIORITIES:
         refuse(PRIORITY, f"{value[:40]!r} is none of {', '.join(_PRIORITIES)}")
     return _PRIORITIES[value.lower()]
+
+
+async def _again(
+    first: worker_pb2.SendWeightsRequest, messages: AsyncIterator[worker_pb2.SendWeightsRequest]
+) -> AsyncIterator[worker_pb2.SendWeightsRequest]:
+    """Yield the first message, which was read to know the model, and the others."""
+    yield first
+    async for message in messages:
+        yield message

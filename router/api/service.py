@@ -11,7 +11,7 @@ from pdmesh.v1.mesh_pb2_grpc import MeshServicer, add_MeshServicer_to_server
 from router.api.frontend import Frontend, fill_options
 
 if TYPE_CHECKING:
-    from pdmesh.v1.mesh_pb2_grpc import _ServicerContext
+    from pdmesh.v1.mesh_pb2_grpc import _MaybeAsyncIterator, _ServicerContext
 
 
 SERVICE_NAME = "pdmesh.v1.Mesh"
@@ -86,3 +86,8 @@ class MeshService(MeshServicer):
         self, request: mesh_pb2.MeshSetServingRequest, context: _ServicerContext
     ) -> mesh_pb2.MeshSetServingResponse:
         return await self._frontend.set_serving(request)
+
+    async def SendWeights(
+        self, request_iterator: _MaybeAsyncIterator[worker_pb2.SendWeightsRequest], context: _ServicerContext
+    ) -> mesh_pb2.MeshUpdateWeightsResponse:
+        return await self._frontend.send_weights(request_iterator)

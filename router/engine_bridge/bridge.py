@@ -31,6 +31,7 @@ from router.routing.cost_model import NEUTRAL
 
 if TYPE_CHECKING:
     from pdmesh.v1.decode_pb2_grpc import _MaybeAsyncIterator, _ServicerContext
+    from pdmesh.v1.worker_pb2_grpc import _MaybeAsyncIterator as _ControlMessages
     from pdmesh.v1.worker_pb2_grpc import _ServicerContext as _ControlContext
 
 ANSWER_WAIT_S = 0.02
@@ -166,9 +167,12 @@ class EngineBridge(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.Worker
     ) -> worker_pb2.UpdateWeightsResponse:
         raise Unimplemented(_STOCK)
 
-    async def SetServing(
-        self, request: worker_pb2.SetServingRequest, context: _ControlContext
-    ) -> worker_pb2.SetServingResponse:
+    async def SendWeights(
+        self, request_iterator: _ControlMessages[worker_pb2.SendWeightsRequest], context: _ControlContext
+    ) -> worker_pb2.UpdateWeightsResponse:
+        raise Unimplemented(_STOCK)
+
+    async def SetServing(self, request: worker_pb2.SetServingRequest, context: _ControlContext) -> worker_pb2.SetServingResponse:
         raise Unimplemented(_STOCK)
 
     def WatchBlocks(

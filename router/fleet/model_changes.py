@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
 import grpc.aio
 
 from pdmesh.runtime.errors import FailedPrecondition, InvalidArgument, MeshError, Unavailable, error_from_rpc
+from pdmesh.runtime.rpc.fan_out import FanOut
 from pdmesh.v1 import mesh_pb2, worker_pb2
 from router.fleet.registry import FleetRegistry
 from router.fleet.worker import Worker
@@ -41,9 +42,7 @@ class ModelChanges:
     async def update_weights(self, model: str, folder: str) -> mesh_pb2.MeshUpdateWeightsResponse:
         """Have the workers load the weights and compute with them; between two of them that differ there is no hand-off. A worker
         that could not goes on with its own, apart from the others. Raises MeshError where none could."""
-        if not self._may_change:
-            remedy = "this router lets no client change adapters or weights; start it with --adapter-changes on"
-            raise FailedPrecondition("folder", remedy)
+        self._check_may()
         if not folder or len(folder) > MAX_FOLDER_CHARS:
             raise InvalidArgument("folder", f"has {len(folder)} characters; give a folder as the workers see it")
 
@@ -53,16 +52,36 @@ class ModelChanges:
             worker.has_weights(done.identity.weights_hash)  # a request that comes now is not to wait for its next report
             return done
 
-        told = []
-        for worker, answer in await self._all(model, update):
-            message = mesh_pb2.WorkerWeights(worker_id=worker_id_of(worker))
-            if isinstance(answer, MeshError):
-                message.error = answer.message
-            else:
-                message.weights_hash, message.pause_s = answer.identity.weights_hash, answer.pause_s
-            told.append(message)
-        hashes = Counter(message.weights_hash for message in told if not message.error)
-        return mesh_pb2.MeshUpdateWeightsResponse(weights_hash=hashes.most_common(1)[0][0], workers=told)
+        return _told_weights(await self._all(model, update))
+
+    async def send_weights(
+        self, model: str, messages: AsyncIterator[worker_pb2.SendWeightsRequest]
+    ) -> mesh_pb2.MeshUpdateWeightsResponse:
+        """Pass the files of weights on to the workers while they come, as fast as the slowest of them takes them, and have them
+        compute with these. Raises MeshError where none could."""
+        self._check_may()
+        fan_out = FanOut[worker_pb2.SendWeightsRequest]()
+        readers = {worker: fan_out.reader() for worker in self._reachable(model)}
+
+        async def send(worker: Worker) -> worker_pb2.UpdateWeightsResponse:
+            try:
+                done = await worker.control.SendWeights(readers[worker], timeout=CALL_TIMEOUT_S)
+            finally:
+                readers[worker].close()
+            worker.has_weights(done.identity.weights_hash)
+            return done
+
+        passing = asyncio.create_task(fan_out.run(messages), name="pass weights on")
+        try:
+            return _told_weights(await self._all(model, send))
+        finally:
+            passing.cancel()
+            await asyncio.gather(passing, return_exceptions=True)
+
+    def _check_may(self) -> None:
+        if not self._may_change:
+            remedy = "this router lets no client change adapters or weights; start it with --adapter-changes on"
+            raise FailedPrecondition("folder", remedy)
 
     async def set_serving(self, model: str, serving: worker_pb2.SetServingRequest) -> mesh_pb2.MeshSetServingResponse:
         """Have the workers run, pause or sleep. Raises MeshError where none could."""
@@ -71,7 +90,9 @@ class ModelChanges:
         timeout_s = CALL_TIMEOUT_S + (serving.timeout_ms / 1000 or DEFAULT_FINISH_S if serving.finish_running else 0.0)
 
         async def change(worker: Worker) -> worker_pb2.SetServingResponse:
-            return await worker.control.SetServing(serving, timeout=timeout_s)
+            done = await worker.control.SetServing(serving, timeout=timeout_s)
+            worker.told_serving(done.state)
+            return done
 
         told = []
         for worker, answer in await self._all(model, change):
@@ -84,16 +105,38 @@ class ModelChanges:
     async def _all(self, model: str, call: Callable[[Worker], Awaitable[T]]) -> Sequence[tuple[Worker, T | MeshError]]:
         """Return what each worker of the model answered, those out of reach included. Raises the MeshError of the first where all
         failed."""
-        known = [each for each in self._fleet.workers.values() if each.last and each.last.info.identity.model == model]
-        workers = [each for each in known if each.current is not None]
-        if not workers:
-            raise Unavailable(f"no worker of {model!r} is reachable")
+        workers = self._reachable(model)
         answers = await asyncio.gather(*(_answer(call(worker)) for worker in workers))
         failed = [answer for answer in answers if isinstance(answer, MeshError)]
         if len(failed) == len(answers):
             raise failed[0]
         away = Unavailable("not reachable: it is as it was, if it comes back")
-        return [*zip(workers, answers, strict=True), *((each, away) for each in known if each.current is None)]
+        return [*zip(workers, answers, strict=True), *((each, away) for each in self._known(model) if each.current is None)]
+
+    def _known(self, model: str) -> list[Worker]:
+        return [each for each in self._fleet.workers.values() if each.last and each.last.info.identity.model == model]
+
+    def _reachable(self, model: str) -> list[Worker]:
+        """Return the workers of the model that are here. Raises Unavailable where there is none."""
+        workers = [each for each in self._known(model) if each.current is not None]
+        if not workers:
+            raise Unavailable(f"no worker of {model!r} is reachable")
+        return workers
+
+
+def _told_weights(
+    answers: Iterable[tuple[Worker, worker_pb2.UpdateWeightsResponse | MeshError]],
+) -> mesh_pb2.MeshUpdateWeightsResponse:
+    told = []
+    for worker, answer in answers:
+        message = mesh_pb2.WorkerWeights(worker_id=worker_id_of(worker))
+        if isinstance(answer, MeshError):
+            message.error = answer.message
+        else:
+            message.weights_hash, message.pause_s = answer.identity.weights_hash, answer.pause_s
+        told.append(message)
+    hashes = Counter(message.weights_hash for message in told if not message.error)
+    return mesh_pb2.MeshUpdateWeightsResponse(weights_hash=hashes.most_common(1)[0][0], workers=told)
 
 
 async def _answer(call: Awaitable[T]) -> T | MeshError:

@@ -14,7 +14,8 @@ from pdmesh.runtime.rpc.channel import Channels
 from pdmesh.v1 import worker_pb2
 from router.fleet.change_notifier import ChangeNotifier, wait_at_most
 from router.fleet.decode_stream import StreamSettings
-from router.fleet.worker import Incarnation, Worker
+from router.fleet.incarnation import Incarnation
+from router.fleet.worker import Worker
 from router.routing.fleet_snapshot import FleetSnapshot
 from router.routing.worker_snapshot import WorkerKey, WorkerSnapshot
 

@@ -2,22 +2,18 @@
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import grpc
 import grpc.aio
 
-from pdmesh.adapter_id import AdapterId
-from pdmesh.planning.latency_model import LatencyModel
 from pdmesh.v1 import common_pb2, decode_pb2_grpc, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
-from router.fleet.change_notifier import Signal
 from router.fleet.decode_stream import DecodeStream, StreamSettings
 from router.fleet.heartbeat import SilenceDetector, SilenceLimits, Watchdog, being_cancelled, tick_s_of
+from router.fleet.incarnation import STOPPED, Incarnation
 from router.routing import worker_reports
-from router.routing.cost_model import DEFAULT_CHUNK
 from router.routing.worker_snapshot import WorkerSnapshot
 
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.05, 0.25
@@ -25,81 +21,12 @@ UNUSABLE_RETRY_S = 1.0
 OTHER_STREAM_S = 0.005
 """How much later the second stream of a connection or process that ended may break than the first."""
 TRANSIT_S, MAX_CONFIRMED = 0.2, 256
-STOPPED = frozenset((worker_pb2.SERVING_STATE_PAUSED, worker_pb2.SERVING_STATE_ASLEEP))
 LATE_PERIODS = 2.5
 """Periods of heartbeats after which the next one is late: its sender, this router or both had no time for it."""
 SLOWEST = 3.0
 """A worker that is slow to answer may be silent for so many times the stream's time limit."""
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(eq=False)
-class KVReuse:
-    """Count what a worker process fetched and restored for requests of this router. `saved_s`: computing that would have taken so
-    much longer, by its own latency model."""
-
-    num_fetched_tokens: int = 0
-    num_restored_tokens: int = 0
-    saved_s: float = 0.0
-
-    def add(self, timings: common_pb2.PrefillTimings, speed: LatencyModel | None, chunk: int) -> None:
-        """Add what one prompt took from elsewhere. `chunk`: the tokens of a step."""
-        num_moved = timings.num_fetched_tokens + timings.num_restored_tokens
-        took_s = (timings.fetch_ns + timings.restore_ns) / 1e9
-        if not num_moved and not took_s:
-            return
-        self.num_fetched_tokens += timings.num_fetched_tokens
-        self.num_restored_tokens += timings.num_restored_tokens
-        if speed is not None:
-            last = timings.num_cached_tokens
-            self.saved_s += speed.prefill_s(max(0, last - num_moved), last, chunk=chunk) - took_s
-
-
-@dataclass(eq=False)
-class Incarnation:
-    """Hold a worker process as long as it is heard. `lost` is set when all of its streams are silent, and when its Watch stream
-    has ended and cannot be opened again, or its stream of tokens has ended as well."""
-
-    info: worker_pb2.WorkerInfo
-    load: worker_pb2.LoadReport
-    reported_at: float
-    late_at: float = -math.inf  # monotonic seconds: when a heartbeat last came late
-    lost: Signal = field(default_factory=Signal)
-    described: worker_reports.Described = field(init=False)
-    former_weights: tuple[str, float] = ("", -math.inf)  # hash, and when others replaced them (monotonic seconds)
-    reuse: KVReuse = field(default_factory=KVReuse)
-
-    def prefilled(self, timings: common_pb2.PrefillTimings) -> None:
-        """Count what it fetched and restored for a prompt."""
-        chunk = self.info.max_num_batched_tokens or DEFAULT_CHUNK
-        self.reuse.add(timings, worker_reports.latency_of(self.load), chunk)
-
-    def replaced_weights(self, weights_hash: str) -> None:
-        """Take the worker as one of another identity from now on: it computes new requests with other weights."""
-        self.former_weights = (self.info.identity.weights_hash, time.monotonic())
-        info = worker_pb2.WorkerInfo()
-        info.CopyFrom(self.info)
-        info.identity.weights_hash = weights_hash
-        self.info, self.described = info, worker_reports.describe(info)
-
-    @property
-    def longest_step_s(self) -> float:
-        """Return the predicted time of a step full of prompts; 0 while the worker does not report its speed."""
-        model = worker_reports.latency_of(self.load)
-        return 0.0 if model is None else model.longest_step_s(self.info.max_num_batched_tokens)
-
-    def was_late_since(self, then: float) -> bool:
-        """Return whether a heartbeat came late after `then` (monotonic seconds): the process, or this one, had no time."""
-        return self.late_at >= then
-
-    def __post_init__(self) -> None:
-        self.described = worker_reports.describe(self.info)
-
-    @property
-    def adapters(self) -> frozenset[AdapterId]:
-        """Return the LoRA adapters that requests may ask for, by its last report."""
-        return worker_reports.adapters_of(self.load)
 
 
 @dataclass(eq=False)
@@ -296,6 +223,10 @@ class Worker:
             self._dispatched.remove(sent)
             self._view_changed()
 
+    def list_blocks(self, timeout_s: float) -> grpc.aio.UnaryStreamCall[worker_pb2.ListBlocksRequest, worker_pb2.BlockList]:
+        """Return the call that lists all blocks of the worker's prefix cache."""
+        return self.control.ListBlocks(worker_pb2.ListBlocksRequest(), timeout=timeout_s)
+
     async def keep_traces(self, trace_ids: Iterable[int], timeout_s: float) -> None:
         """Tell the worker to export the spans that it holds of these traces. Raises AioRpcError."""
         ids = [trace_id.to_bytes(16, "big") for trace_id in trace_ids]
@@ -305,6 +236,13 @@ class Worker:
         """Have the worker give up what it retains for a session; return the number of blocks. Raises AioRpcError."""
         request = worker_pb2.ReleaseRetainedRequest(tenant=tenant, session_id=session_id)
         return (await self.control.ReleaseRetained(request, timeout=timeout_s)).num_blocks
+
+    def told_serving(self, state: "worker_pb2.ServingState.ValueType") -> None:
+        """Take over the state that the worker has said it is in, before its next report does."""
+        if self.current is not None and self.current.load.serving_state != state:
+            self.current.load.serving_state = state
+            self._view_changed()
+            self._on_change()
 
     def told_adapter(self, info: common_pb2.AdapterInfo) -> None:
         """Count an adapter that the worker has said it loaded, before its next report does."""

@@ -231,7 +231,7 @@ async def _all_blocks(followed: Followed) -> tuple[int, list[int], list[int]]:
     names: list[int] = []
     tier_names: list[int] = []
     sequence: int | None = None
-    call = followed.worker.control.ListBlocks(worker_pb2.ListBlocksRequest(), timeout=LIST_TIMEOUT_S)
+    call = followed.worker.list_blocks(LIST_TIMEOUT_S)
     try:
         async for part in call:
             if part.epoch != followed.info.epoch:

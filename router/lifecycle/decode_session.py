@@ -15,7 +15,8 @@ from pdmesh.runtime.telemetry.spans import Attributes
 from pdmesh.v1 import common_pb2, decode_pb2, mesh_pb2, prefill_pb2
 from router.context import RouterContext, time_left_ms, time_left_s
 from router.fleet.change_notifier import unless
-from router.fleet.worker import Incarnation, Worker
+from router.fleet.incarnation import Incarnation
+from router.fleet.worker import Worker
 from router.lifecycle.output import DraftTotals, OutputError, TokenChunk
 from router.routing.routing_request import tpot_goal_ms
 from router.routing.worker_snapshot import Mode, WorkerKey

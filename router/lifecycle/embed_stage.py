@@ -15,7 +15,8 @@ from pdmesh.v1 import common_pb2, mesh_pb2, prefill_pb2
 from router.context import RouterContext, time_left_ms, time_left_s
 from router.fleet.change_notifier import unless
 from router.fleet.circuit_breaker import Role
-from router.fleet.worker import Dispatched, Incarnation, Worker
+from router.fleet.incarnation import Incarnation
+from router.fleet.worker import Dispatched, Worker
 from router.lifecycle.request import Request
 from router.routing.filters import blocks_for
 from router.routing.revisions import key_of, order

@@ -23,7 +23,8 @@ from pdmesh.runtime.errors import (
 from router.context import RouterContext
 from router.fleet.change_notifier import wait_at_most
 from router.fleet.circuit_breaker import Role
-from router.fleet.worker import Dispatched, Incarnation, Worker
+from router.fleet.incarnation import Incarnation
+from router.fleet.worker import Dispatched, Worker
 from router.lifecycle.decode_session import DecodeSession, WorkerLost
 from router.lifecycle.kv_holder import local_holder
 from router.lifecycle.request import Assignment, Dispatch, PrefillTarget, Request

@@ -5,8 +5,8 @@
                        └─ late ──────► a hedge: the same Submit beside the late call, then prefill again
     LOCAL ───────────────────────────► decode
 
-A hedge (`router/fleet/hedging.py` says when) submits the next attempt while the late call still runs. If the decode worker takes
-it, the late worker is fenced and told to stop. If it refuses, because the late worker has just committed, that call goes on.
+A hedge (`hedging.py` says when) submits the next attempt while the late call still runs. If the decode worker takes it, the late
+worker is fenced and told to stop. If it refuses, because the late worker has just committed, that call goes on.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ from typing import Protocol
 
 from pdmesh.runtime.errors import OTHER_ENGINE, MeshError, Unavailable
 from pdmesh.v1 import common_pb2, mesh_pb2, prefill_pb2, worker_pb2
-from router.fleet.worker import Dispatched, Incarnation, Worker
+from router.fleet.incarnation import Incarnation
+from router.fleet.worker import Dispatched, Worker
 from router.flow_control.slo_admission import Ticket
 from router.flow_control.ttft_predictor import num_emitted
 from router.lifecycle.capacity_queue import CapacityQueue, Waiter

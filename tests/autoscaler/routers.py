@@ -28,7 +28,9 @@ class ToldRouter(mesh_pb2_grpc.MeshServicer):
     # Nobody asks for these here.
     Generate = Chat = Tokenize = ListModels = Explain = None  # type: ignore[assignment]
 
-    Embed = LoadAdapter = UnloadAdapter = ListAdapters = ReleaseSession = UpdateWeights = SetTrafficSplit = SetServing = None  # type: ignore[assignment]
+    Embed = LoadAdapter = UnloadAdapter = ListAdapters = ReleaseSession = UpdateWeights = SetTrafficSplit = SetServing = (
+        SendWeights
+    ) = None  # type: ignore[assignment]
 
     async def GetStatus(
         self, request: mesh_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[object, object]
@@ -97,7 +99,7 @@ class ToldWorker(worker_pb2_grpc.WorkerControlServicer):
     Watch = ListBlocks = KeepTraces = None  # type: ignore[assignment]
 
     LoadAdapter = UnloadAdapter = ListAdapters = ReleaseRetained = SendBlocks = WatchBlocks = WarmPrefix = None  # type: ignore[assignment]
-    UpdateWeights = SetServing = None  # type: ignore[assignment]
+    UpdateWeights = SetServing = SendWeights = None  # type: ignore[assignment]
 
     async def GetInfo(self, request: worker_pb2.GetInfoRequest, context: object) -> worker_pb2.WorkerInfo:
         return self.info

@@ -138,6 +138,15 @@ def test_nothing_changes_on_stale_figures(what: str) -> None:
     assert all(pool.held == "stale" for pool in decision.pools)
 
 
+def test_nothing_changes_while_workers_are_paused_or_asleep() -> None:
+    """Requests queue up then, and a worker that was started for them would serve what somebody has stopped."""
+    scaler = policy()
+    decision = scaler.decide(snapshot(0, 500.0, view(PREFILL, 5, num_stopped=1), view(DECODE, 5), num_queued=1000))
+    assert (decision.replicas(PREFILL), decision.replicas(DECODE)) == (5, 5)
+    assert decision.held_by == "stopped" and decision.held is not None and "1 workers are paused" in decision.held
+    assert scaler.decide(snapshot(10, 500.0, 5, 5)).held is None
+
+
 def test_silence_is_no_idleness() -> None:
     """Less has to be enough for the whole cool-down in fresh figures."""
     scaler = policy()

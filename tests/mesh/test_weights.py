@@ -10,7 +10,7 @@ import grpc.aio
 import pytest
 import pytest_asyncio
 
-from pdmesh.client.client import AsyncClient
+from pdmesh.client.client import AsyncClient, Client
 from pdmesh.errors import MeshError
 from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.launcher.plan import LocalMeshConfig
@@ -171,4 +171,21 @@ async def test_what_cannot_be_taken_is_refused(mesh: LocalMesh, tmp_path: Path, 
         with pytest.raises(MeshError, match=named):
             await client.update_weights(str(make(tmp_path)), timeout=60)
         assert await answers(client) == before
+    await assert_whole(mesh)
+
+
+async def test_weights_that_are_sent(mesh: LocalMesh, folders: tuple[Path, Path]) -> None:
+    """To workers that share no folder with the client; a worker that cannot take them keeps nobody from them."""
+    async with AsyncClient(mesh.router_addresses) as client:
+        await client.update_weights(str(folders[0]), timeout=60)
+        first = await answers(client)
+        for folder in (folders[1], folders[0], folders[1]):
+            done = await client.send_weights(folder, timeout=60)
+            assert [worker.error for worker in done.workers] == [""] * 3
+            assert {worker.weights_hash for worker in done.workers} == {done.weights_hash}
+            assert (await answers(client) == first) == (folder == folders[0])
+        with pytest.raises(ValueError, match="has no"):
+            await client.send_weights(folders[0].parent)
+    with Client(mesh.router_addresses) as blocking:
+        await asyncio.to_thread(blocking.send_weights, folders[0], timeout=60)
     await assert_whole(mesh)

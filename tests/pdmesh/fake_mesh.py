@@ -61,7 +61,8 @@ class Script:
 
 
 class FakeMesh(MeshServicer):
-    Embed = LoadAdapter = UnloadAdapter = ListAdapters = UpdateWeights = SetTrafficSplit = SetServing = None  # type: ignore[assignment]
+    Embed = LoadAdapter = UnloadAdapter = ListAdapters = UpdateWeights = None  # type: ignore[assignment]
+    SetTrafficSplit = SetServing = SendWeights = None  # type: ignore[assignment]
 
     def __init__(self, script: Script) -> None:
         self.script = script

@@ -20,7 +20,9 @@ WORKER_ADDRESS = "127.0.0.1:1"
 
 
 class StatusOnly(MeshServicer):
-    Embed = LoadAdapter = UnloadAdapter = ListAdapters = ReleaseSession = UpdateWeights = SetTrafficSplit = SetServing = None  # type: ignore[assignment]
+    Embed = LoadAdapter = UnloadAdapter = ListAdapters = ReleaseSession = UpdateWeights = SetTrafficSplit = SetServing = (
+        SendWeights
+    ) = None  # type: ignore[assignment]
 
     def __init__(self, workers: list[str]) -> None:
         self.workers = workers

@@ -65,6 +65,7 @@ class StubWorker(StubPrefill, decode_pb2_grpc.DecodeServiceServicer, worker_pb2_
     frames_mute: bool = False
     full: bool = False
     draining: bool = False
+    serving_state: worker_pb2.ServingState.ValueType = worker_pb2.SERVING_STATE_RUNNING
     num_free_blocks: int | None = None  # as reported; None: ten less for each request
     wrong_token_at: int | None = None
     omit_committed: bool = False
@@ -83,7 +84,7 @@ class StubWorker(StubPrefill, decode_pb2_grpc.DecodeServiceServicer, worker_pb2_
     kept: list[bytes] = field(default_factory=list)
 
     LoadAdapter = UnloadAdapter = ListAdapters = SendBlocks = WatchBlocks = WarmPrefix = None  # type: ignore[assignment]
-    UpdateWeights = SetServing = None  # type: ignore[assignment]
+    UpdateWeights = SetServing = SendWeights = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -150,6 +151,7 @@ class StubWorker(StubPrefill, decode_pb2_grpc.DecodeServiceServicer, worker_pb2_
             roles=self.roles,
             num_running=len(self.held),
             draining=self.draining,
+            serving_state=self.serving_state,
             num_free_blocks=self.num_blocks - 10 * len(self.held) if self.num_free_blocks is None else self.num_free_blocks,
             num_total_blocks=self.num_blocks,
             max_num_seqs=self.max_num_seqs,

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from pdmesh.planning.latency_model import LatencyModel
 from pdmesh.v1 import mesh_pb2
-from router.fleet.hedging import HedgeBudget, HedgeLimits, Hedging, PrefillTimes
 from router.fleet.worker import Dispatched
+from router.lifecycle.hedging import HedgeBudget, HedgeLimits, Hedging, PrefillTimes
 from router.lifecycle.placement import predicted_s
 from router.routing.cost_model import Prediction
 from router.routing.filters import Candidate, Placement

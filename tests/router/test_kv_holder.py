@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from pdmesh.v1 import common_pb2, mesh_pb2
-from router.fleet.hedging import HedgeLimits
 from router.fleet.worker import Dispatched
+from router.lifecycle.hedging import HedgeLimits
 from tests.router import stub_prefill, stub_workers
 from tests.router.mesh import PROMPT, Mesh, expected, mesh_of, request
 from tests.router.stub_workers import DECODE, PREFILL, StubWorker

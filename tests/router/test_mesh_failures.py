@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from pdmesh.runtime.errors import FailedPrecondition, MeshError, ResourceExhausted, Unavailable, error_from_rpc
-from pdmesh.v1 import mesh_pb2
+from pdmesh.v1 import mesh_pb2, worker_pb2
 from router.fleet.worker import Dispatched
 from router.main import Router
 from tests.router.mesh import Answer, Mesh, config_for, expected, request, running_mesh, running_router
@@ -274,6 +274,30 @@ async def test_no_worker_is_unavailable(model_folder: Path) -> None:
             await Mesh(router, stub, {}).generate(request())
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
         assert "no decode worker" in (refused.value.details() or "")
+
+
+@pytest.mark.parametrize("state", [worker_pb2.SERVING_STATE_PAUSED, worker_pb2.SERVING_STATE_ASLEEP])
+async def test_a_request_waits_for_a_stopped_worker_so_long_and_no_longer(
+    model_folder: Path, state: worker_pb2.ServingState.ValueType
+) -> None:
+    """The router stays ready meanwhile: a balancer that left it out would refuse what waits here."""
+    async with running_mesh(model_folder, place_timeout_s=0.1, paused_timeout_s=1.0) as mesh:
+        for name in ("p0", "d0"):
+            mesh[name].serving_state = state
+        await eventually(lambda: not mesh.router.core.fleet.ready())
+        assert mesh.router.core.is_ready
+        waiting = asyncio.create_task(mesh.generate(request()))
+        await asyncio.sleep(0.4)
+        assert not waiting.done()
+        for name in ("p0", "d0"):
+            mesh[name].serving_state = worker_pb2.SERVING_STATE_RUNNING
+        assert (await waiting).tokens() == expected(8)
+        for name in ("p0", "d0"):
+            mesh[name].serving_state = state
+        await eventually(lambda: not mesh.router.core.fleet.ready())
+        with pytest.raises(grpc.aio.AioRpcError, match="paused or asleep; waited 1 s") as refused:
+            await mesh.generate(request())
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_without_a_worker_a_router_is_ready_only_where_pools_may_be_at_zero(model_folder: Path) -> None:

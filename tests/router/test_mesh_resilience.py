@@ -8,10 +8,10 @@ import pytest
 from pdmesh.runtime.errors import Unavailable
 from pdmesh.v1 import mesh_pb2, worker_pb2
 from router.fleet.circuit_breaker import HealthLimits, Role, State
-from router.fleet.hedging import HedgeLimits
 from router.fleet.migration import RebalanceLimits
 from router.fleet.worker import Dispatched
 from router.lifecycle.decode_session import DecodeSession
+from router.lifecycle.hedging import HedgeLimits
 from router.lifecycle.placement import PlaceStage
 from router.lifecycle.request import Dispatch
 from tests.router.mesh import Answer, Mesh, expected, request, running_mesh

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from pdmesh.v1 import worker_pb2
 from router.fleet import peers
 from router.fleet.decode_stream import StreamSettings
+from router.fleet.incarnation import Incarnation
 from router.fleet.peers import (
     AGES_MS,
     MAX_COUNT,
@@ -26,7 +27,7 @@ from router.fleet.peers import (
     encode,
     total,
 )
-from router.fleet.worker import Dispatched, Incarnation, Worker
+from router.fleet.worker import Dispatched, Worker
 
 W = ("10.0.0.1:1", 7)
 counts = st.integers(-1000, 1000)

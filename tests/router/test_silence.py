@@ -12,7 +12,7 @@ from pdmesh.v1 import decode_pb2
 from router.fleet.circuit_breaker import CircuitBreaker, HealthLimits, Role, State
 from router.fleet.decode_stream import StreamSettings
 from router.fleet.heartbeat import SilenceDetector, SilenceLimits, Watchdog
-from router.fleet.worker import Incarnation
+from router.fleet.incarnation import Incarnation
 from tests.router.stub_workers import DECODE, PREFILL, StubWorker
 from tests.router.test_fleet import running_fleet
 from tests.support.waiting import eventually

@@ -16,8 +16,8 @@ from pdmesh.runtime.telemetry.propagation import SpanContext, inject
 from pdmesh.runtime.telemetry.spans import Kind, Span
 from pdmesh.runtime.telemetry.tracing import Tracing
 from pdmesh.v1 import common_pb2, mesh_pb2
-from router.fleet.hedging import HedgeLimits
 from router.fleet.worker import Dispatched
+from router.lifecycle.hedging import HedgeLimits
 from router.telemetry.timings import MAX_PARTS, LiveSpans, RequestTimings
 from tests.router.mesh import Mesh, expected, request, running_mesh
 from tests.runtime.telemetry.collected import Collected

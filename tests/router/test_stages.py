@@ -11,7 +11,7 @@ import pytest
 from pdmesh.runtime.errors import Unavailable
 from pdmesh.v1 import mesh_pb2
 from router.api.frontend import Frontend
-from router.fleet.hedging import HedgeLimits
+from router.lifecycle.hedging import HedgeLimits
 from router.lifecycle.stages import STAGES
 from router.telemetry import metrics
 from tests.router.mesh import Mesh, expected, request, running_mesh

@@ -8,7 +8,8 @@ import grpc.aio
 
 from pdmesh.v1 import common_pb2, worker_pb2
 from router.fleet.decode_stream import StreamSettings
-from router.fleet.worker import Incarnation, Worker
+from router.fleet.incarnation import Incarnation
+from router.fleet.worker import Worker
 
 
 async def test_a_report_made_before_a_change_does_not_undo_it() -> None:

@@ -87,7 +87,9 @@ class Stub:
 class StubMesh(MeshServicer):
     """The mesh's API."""
 
-    Embed = LoadAdapter = UnloadAdapter = ListAdapters = ReleaseSession = UpdateWeights = SetTrafficSplit = SetServing = None  # type: ignore[assignment]
+    Embed = LoadAdapter = UnloadAdapter = ListAdapters = ReleaseSession = UpdateWeights = SetTrafficSplit = SetServing = (
+        SendWeights
+    ) = None  # type: ignore[assignment]
 
     def __init__(self, stub: Stub) -> None:
         self._stub = stub

@@ -102,9 +102,7 @@ async def test_a_sleeper_gives_its_requests_back_and_its_memory(model: Model, de
     assert router.of("r1").output() == reference(model, LONG)[0]
 
 
-async def test_kv_comes_from_a_worker_that_has_slept(
-    model: Model, prefiller: Peer, decoder: Peer, router: MiniRouter
-) -> None:
+async def test_kv_comes_from_a_worker_that_has_slept(model: Model, prefiller: Peer, decoder: Peer, router: MiniRouter) -> None:
     """The pool is another file then, which the next connection brings."""
     expected = reference(model, token_request(PROMPT))[0]
     for number in range(3):

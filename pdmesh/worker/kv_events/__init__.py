@@ -1,1 +1,1 @@
-"""KV events for readers outside the mesh: what the prefix cache holds, with token ids, over gRPC and over ZMQ."""
+"""What the prefix cache holds, for others: with token ids for readers outside (gRPC, ZMQ), and by hash for the mesh's routers."""

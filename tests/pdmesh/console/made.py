@@ -238,7 +238,9 @@ class MadeRouter(MeshServicer):
 
     Generate = Tokenize = ListModels = None  # type: ignore[assignment]
 
-    Embed = LoadAdapter = UnloadAdapter = ListAdapters = ReleaseSession = UpdateWeights = SetTrafficSplit = SetServing = None  # type: ignore[assignment]
+    Embed = LoadAdapter = UnloadAdapter = ListAdapters = ReleaseSession = UpdateWeights = SetTrafficSplit = SetServing = (
+        SendWeights
+    ) = None  # type: ignore[assignment]
 
     def __init__(self, script: Script) -> None:
         self.script = script

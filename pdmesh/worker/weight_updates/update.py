@@ -1,6 +1,6 @@
 """Other weights for a worker that runs: they are loaded beside the present ones, then taken between two steps.
 
-    folder ──► loaded, off the engine's thread ──► taken by the engine ──► identity changed ──► routers told
+    stream of files ──► folder ──► loaded, off the engine's thread ──► taken by the engine ──► identity changed ──► routers told
 
 From the identity follow the roots of block hashes, and which workers may hand KV to each other. It is changed in place, in the
 moment in which the engine has changed: all parts of a worker hold the same message. What was made of the old one and is not
@@ -13,8 +13,9 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from pathlib import Path
 
 from pdmesh.engine.errors import WeightsRefused
 from pdmesh.engine.request import EngineRequest
@@ -23,6 +24,7 @@ from pdmesh.runtime.files import cache_root_of
 from pdmesh.v1 import common_pb2, worker_pb2
 from pdmesh.worker.engines.base import WorkerEngine
 from pdmesh.worker.token_request import ServedModel
+from pdmesh.worker.weight_updates.received import ReceivedWeights
 
 MAX_FOLDER_CHARS = 4096
 
@@ -46,12 +48,12 @@ class WorkerWeights:
         self._is_asleep = is_asleep
         self._engine, self._served, self._changed, self._depending = engine, served, changed, depending
         self._identity = served.identity
+        self._model = engine.facts.model
         self._one_at_a_time = asyncio.Lock()
 
     async def update(self, folder: str) -> worker_pb2.UpdateWeightsResponse:
         """Serve UpdateWeights. Raises MeshError."""
-        if self._depending:
-            raise FailedPrecondition("folder", f"this worker cannot take other weights while it has {', '.join(self._depending)}")
+        self._check_may()
         if not folder or len(folder) > MAX_FOLDER_CHARS:
             raise InvalidArgument("folder", f"has {len(folder)} characters; give a folder or a .gguf file as this worker sees it")
         if not await asyncio.to_thread(os.path.exists, folder):  # False also for a text that can be no path
@@ -59,12 +61,33 @@ class WorkerWeights:
         # In a task of its own: a caller that leaves ends neither a load, beside which the next would begin, nor the change.
         return await asyncio.shield(asyncio.create_task(self._update(folder), name="weights"))
 
+    async def receive(self, messages: AsyncIterator[worker_pb2.SendWeightsRequest]) -> worker_pb2.UpdateWeightsResponse:
+        """Serve SendWeights. What was received is removed again when it was loaded, or not. Raises MeshError."""
+        self._check_may()
+        received = await ReceivedWeights.begin(Path(self._model), await anext(messages, worker_pb2.SendWeightsRequest()))
+        try:
+            async for message in messages:
+                await received.take(message)
+            await received.end()
+        except BaseException:
+            await asyncio.to_thread(received.remove)
+            raise
+        task = asyncio.create_task(self._update(str(received.folder)), name="weights")
+        task.add_done_callback(lambda _: received.remove())  # also where the caller has left
+        return await asyncio.shield(task)
+
+    def _check_may(self) -> None:
+        """Raise FailedPrecondition while this worker takes no other weights."""
+        if self._depending:
+            raise FailedPrecondition("folder", f"this worker cannot take other weights while it has {', '.join(self._depending)}")
+        if self._is_asleep():
+            remedy = "wake it, or have it paused, which is awake as well (pdmesh serving paused)"
+            raise FailedPrecondition("folder", f"this worker is asleep; {remedy}")
+
     async def _update(self, folder: str) -> worker_pb2.UpdateWeightsResponse:
         async with self._one_at_a_time:
             began = time.monotonic()
-            if self._is_asleep():
-                remedy = "wake it, or have it paused, which is awake as well (pdmesh serving paused)"
-                raise FailedPrecondition("folder", f"this worker is asleep; {remedy}")
+            self._check_may()  # again: it may have gone to sleep meanwhile
             try:
                 prepared = await self._engine.load_weights(folder)
             except WeightsRefused as error:

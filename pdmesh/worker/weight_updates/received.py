@@ -1,0 +1,138 @@
+"""Weights that come over the network: files in a folder of this host's cache, beside links to what else their model needs.
+
+first message  num_bytes ──► room on the disk? ──► $PDMESH_CACHE/received/RANDOM/, with links to the rest
+each           file, data ──► appended
+last           sha256 ──► compared
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import re
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import BinaryIO
+
+from pdmesh.engine.loader.hash import cache_folder
+from pdmesh.runtime.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
+from pdmesh.v1 import worker_pb2
+
+MAX_FILES = 1024
+MAX_BYTES = 1 << 44
+ABANDONED_S = 24 * 3600.0
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors(\.index\.json)?")
+_WEIGHTS = re.compile(r".*\.(safetensors|safetensors\.index\.json|bin|bin\.index\.json|pt|pth|gguf)")
+
+
+class ReceivedWeights:
+    """Take the files of one stream. Every method but `remove` is awaited one after the other."""
+
+    def __init__(self, folder: Path, num_bytes: int) -> None:
+        """Use `begin`."""
+        self.folder = folder
+        self._num_bytes, self._num_left, self._num_files = num_bytes, num_bytes, 0
+        self._digest, self._expected = hashlib.sha256(), b""
+        self._file: BinaryIO | None = None
+
+    @staticmethod
+    async def begin(model: Path, first: worker_pb2.SendWeightsRequest) -> ReceivedWeights:
+        """Make the folder, with all that the weights of `model`, a folder, need beside them, and take the first message. Raises
+        MeshError."""
+        if not 1 <= first.num_bytes <= MAX_BYTES:
+            raise InvalidArgument("num_bytes", f"{first.num_bytes} is not 1 to {MAX_BYTES}; the first message gives it")
+        if await asyncio.to_thread(model.is_file):
+            remedy = "give a folder that the worker sees (UpdateWeights)"
+            raise FailedPrecondition("file", f"the model of this worker is one file, {model.name}; {remedy}")
+        received = ReceivedWeights(await asyncio.to_thread(_folder_for, model, first.num_bytes), first.num_bytes)
+        try:
+            await received.take(first)
+        except BaseException:
+            received.remove()
+            raise
+        return received
+
+    async def take(self, message: worker_pb2.SendWeightsRequest) -> None:
+        """Take the next message. Raises InvalidArgument, or ResourceExhausted when the disk is full."""
+        if self._expected:
+            raise InvalidArgument("sha256", "is in a message that is not the last one")
+        if len(message.data) > self._num_left:
+            raise InvalidArgument("data", f"there are more than the {self._num_bytes} bytes of the first message's num_bytes")
+        if message.sha256 and len(message.sha256) != hashlib.sha256().digest_size:
+            raise InvalidArgument("sha256", f"has {len(message.sha256)} bytes; a SHA-256 has 32")
+        if message.data and not message.file and self._file is None:
+            raise InvalidArgument("file", "is empty in the first message with data; give the name of the file")
+        if message.file:
+            self._check_name(message.file)
+        self._expected = message.sha256
+        self._num_left -= len(message.data)
+        try:
+            await asyncio.to_thread(self._write, message)
+        except OSError as error:
+            raise ResourceExhausted(f"{self.folder.parent} cannot hold the weights ({error.strerror})") from error
+
+    async def end(self) -> None:
+        """Close the last file. Raises InvalidArgument unless everything has come as it was sent."""
+        self._close()
+        if self._num_left:
+            raise InvalidArgument("data", f"the stream ended {self._num_left} bytes before its num_bytes ({self._num_bytes})")
+        if not self._expected:
+            raise InvalidArgument("sha256", "is missing; the last message gives that of all data")
+        if self._digest.digest() != self._expected:
+            raise InvalidArgument("sha256", "is not that of the data that has come; send the weights again")
+
+    def remove(self) -> None:
+        """Remove the folder; idempotent. Who has a file of it mapped keeps that."""
+        self._close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _check_name(self, name: str) -> None:
+        if not _NAME.fullmatch(name):
+            raise InvalidArgument("file", f"{name[:200]!r} is no plain name that ends in .safetensors or .safetensors.index.json")
+        if (self.folder / name).exists():
+            raise InvalidArgument("file", f"{name!r} comes twice")
+        self._num_files += 1
+        if self._num_files > MAX_FILES:
+            raise InvalidArgument("file", f"there are more than {MAX_FILES}")
+
+    def _write(self, message: worker_pb2.SendWeightsRequest) -> None:
+        if message.file:
+            self._close()
+            self._file = (self.folder / message.file).open("xb", buffering=0)
+        if self._file is not None:
+            left = memoryview(message.data)
+            while left:
+                left = left[self._file.write(left) or 0 :]
+        self._digest.update(message.data)
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _folder_for(model: Path, num_bytes: int) -> Path:
+    parent = cache_folder().expanduser().absolute() / "received"
+    try:
+        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _remove_abandoned(parent)
+        if shutil.disk_usage(parent).free < num_bytes:
+            raise ResourceExhausted(f"{parent} has no room for {num_bytes / 1e9:.2f} GB of weights; free some space")
+        folder = Path(tempfile.mkdtemp(prefix="weights-", dir=parent))
+        for path in model.iterdir():
+            if path.is_file() and not _WEIGHTS.fullmatch(path.name):
+                (folder / path.name).symlink_to(path.resolve())
+    except OSError as error:
+        raise ResourceExhausted(f"{parent} cannot be written ({error.strerror})") from error
+    return folder
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Remove what processes left behind that were killed while they received."""
+    for path in parent.glob("weights-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > ABANDONED_S:
+                shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,166 @@
+"""Weights that come in a stream: what arrives is loaded, and what is wrong is named and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import shutil
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+
+import grpc
+import pytest
+
+from pdmesh.client.weights import files_of, messages_of
+from pdmesh.engine.loader.hash import cache_folder
+from pdmesh.runtime.errors import MeshError, error_from_rpc
+from pdmesh.v1 import worker_pb2
+from pdmesh.worker.weight_updates import received
+from tests.support.mini_router import MiniRouter
+from tests.support.tiny_models import make_tiny_model
+from tests.support.waiting import eventually
+from tests.support.worker_mesh import LOCAL, Model, Peer, load_tiny, reference, running_worker, token_request
+
+PROMPT = [10 + (7 * i) % 200 for i in range(60)]
+Sent = worker_pb2.SendWeightsRequest
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PDMESH_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    return make_tiny_model(tmp_path / "other", seed=5)
+
+
+@pytest.fixture
+async def worker(tmp_path: Path) -> AsyncIterator[Peer]:
+    engine: dict[str, object] = {"backend": "torch", "dtype": "float32"}
+    async with running_worker(load_tiny(make_tiny_model(tmp_path / "present", seed=4)), engine=engine, worker_id="w") as peer:
+        yield peer
+
+
+def left_behind() -> list[Path]:
+    folder = cache_folder() / "received"
+    return list(folder.iterdir()) if folder.exists() else []
+
+
+def messages(folder: Path) -> list[Sent]:
+    return list(messages_of(*files_of(folder), ""))
+
+
+async def refused(peer: Peer, sent: Sequence[Sent]) -> MeshError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await peer.control.SendWeights(iter(sent))
+    assert left_behind() == []
+    return error_from_rpc(caught.value)
+
+
+async def test_what_was_sent_is_computed_with(worker: Peer, other: Path) -> None:
+    before = worker.info.identity.weights_hash
+    done = await worker.control.SendWeights(iter(messages(other)))
+    assert done.is_new and done.identity.weights_hash != before
+    there = load_tiny(other)
+    assert done.identity.weights_hash == there.loaded.weights_hash
+    router = MiniRouter()
+    await router.attach(worker)
+    await router.submit(worker, "r1", token_request(PROMPT), mode=LOCAL)
+    await router.until_finished("r1")
+    assert router.of("r1").output() == reference(there, token_request(PROMPT))[0]
+    await router.detach()
+    assert left_behind() == []
+    again = await worker.control.SendWeights(iter(messages(other)))  # beside what else belongs to the first model
+    assert not again.is_new
+
+
+def changed(messages: Sequence[Sent], index: int, **fields: object) -> list[Sent]:
+    copies = [Sent.FromString(each.SerializeToString()) for each in messages]
+    for name, value in fields.items():
+        setattr(copies[index], name, value)
+    return copies
+
+
+def named(name: str) -> Callable[[Sequence[Sent]], list[Sent]]:
+    return lambda sent: changed(sent, 0, file=name)
+
+
+WRONG: dict[str, tuple[str, Callable[[Sequence[Sent]], Sequence[Sent]]]] = {
+    "no message": ("num_bytes", lambda sent: []),
+    "no size": ("num_bytes", lambda sent: changed(sent, 0, num_bytes=0)),
+    "absurd size": ("num_bytes", lambda sent: changed(sent, 0, num_bytes=1 << 60)),
+    "too few bytes": ("data", lambda sent: changed(sent, 0, num_bytes=sent[0].num_bytes + 1)),
+    "too many bytes": ("data", lambda sent: changed(sent, 0, num_bytes=sent[0].num_bytes - 1)),
+    "cut off": ("sha256", lambda sent: sent[:-1]),
+    "damaged": ("sha256", lambda sent: changed(sent, -1, sha256=hashlib.sha256(b"").digest())),
+    "short hash": ("sha256", lambda sent: changed(sent, -1, sha256=b"abc")),
+    "hash too early": ("sha256", lambda sent: [*sent, Sent(sha256=b"x" * 32)]),
+    "no name": ("file", named("")),
+    "twice": ("file", lambda sent: [*sent[:-1], Sent(file=sent[0].file), sent[-1]]),
+    "another folder": ("file", named("../model.safetensors")),
+    "a folder": ("file", named("a/b.safetensors")),
+    "another file": ("file", named("config.json")),
+    "hidden": ("file", named(".safetensors")),
+    "pickles": ("file", named("model.bin")),
+    "zero": ("file", named("x\0.safetensors")),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+async def test_what_is_wrong_is_named(worker: Peer, other: Path, what: str) -> None:
+    field, change = WRONG[what]
+    before = worker.info.identity.weights_hash
+    error = await refused(worker, change(messages(other)))
+    assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, field)
+    assert worker.info.identity.weights_hash == before
+
+
+async def test_files_that_are_no_weights_are_refused_by_the_loader(worker: Peer) -> None:
+    data = b"these are no tensors"
+    sent = [Sent(num_bytes=len(data), file="model.safetensors", data=data), Sent(sha256=hashlib.sha256(data).digest())]
+    error = await refused(worker, sent)
+    assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, "folder")
+
+
+async def test_a_full_disk_is_named(worker: Peer, other: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(".")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10))
+    error = await refused(worker, messages(other))
+    assert (error.code, "no room" in error.message) == (grpc.StatusCode.RESOURCE_EXHAUSTED, True)
+
+
+async def test_a_sender_that_leaves_leaves_nothing(worker: Peer, other: Path) -> None:
+    async def some() -> AsyncIterator[Sent]:
+        yield messages(other)[0]
+        raise RuntimeError("the sender died")
+
+    with pytest.raises((RuntimeError, grpc.aio.AioRpcError, asyncio.CancelledError)):
+        await worker.control.SendWeights(some())
+    await eventually(lambda: not left_behind())
+
+
+async def test_a_model_of_one_file_takes_none(model: Model, other: Path, tmp_path: Path) -> None:
+    async with running_worker(model, worker_id="g") as peer:
+        file = tmp_path / "model.gguf"
+        file.write_bytes(b"")
+        peer.worker._weights._model = str(file)
+        error = await refused(peer, messages(other))
+        assert (error.code, error.field) == (grpc.StatusCode.FAILED_PRECONDITION, "file")
+
+
+def test_what_was_abandoned_is_removed(cache: Path) -> None:
+    old, young = cache / "received" / "weights-old", cache / "received" / "weights-young"
+    for folder in (old, young):
+        folder.mkdir(parents=True)
+    os.utime(old, (1, 1))
+    received._remove_abandoned(cache / "received")
+    assert left_behind() == [young]
+    young.rmdir()
+
+
+def test_a_folder_without_weights_is_refused_by_the_client(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has no .safetensors files"):
+        files_of(tmp_path)
