@@ -12,7 +12,7 @@ from pdmesh.runtime.registry.block_stream import BlockStream
 from pdmesh.runtime.registry.redis_server import EmbeddedRedis
 from pdmesh.text.block_hash import hash_prompt, short_name
 from pdmesh.v1 import worker_pb2
-from pdmesh.worker import prefix_publisher
+from pdmesh.worker.kv_events import prefix_publisher
 from tests.support.mini_router import MiniRouter
 from tests.support.worker_mesh import LOCAL, Model, Peer, running_worker, token_request
 
