@@ -52,9 +52,8 @@ class Clock:
 class EmptyStream(MeshServicer):
     """`started` and the first token at once, then one message per tick."""
 
-    Embed = LoadAdapter = UnloadAdapter = ListAdapters = ReleaseSession = UpdateWeights = SetTrafficSplit = SetServing = (
-        SendWeights
-    ) = None  # type: ignore[assignment]
+    Embed = LoadAdapter = UnloadAdapter = ListAdapters = ReleaseSession = UpdateWeights = None  # type: ignore[assignment]
+    SetTrafficSplit = SetServing = SendWeights = None  # type: ignore[assignment]
 
     def __init__(self, step_s: float, clock: Clock | None) -> None:
         self._step_s = step_s
@@ -96,9 +95,8 @@ PREFILL = prefill_pb2.PrefillRequest(request_id="relayed", request=PROMPT)
 class Relay(MeshServicer):
     """`started`, the workers' answers, then the deltas that were asked for."""
 
-    Embed = LoadAdapter = UnloadAdapter = ListAdapters = ReleaseSession = UpdateWeights = SetTrafficSplit = SetServing = (
-        SendWeights
-    ) = None  # type: ignore[assignment]
+    Embed = LoadAdapter = UnloadAdapter = ListAdapters = ReleaseSession = UpdateWeights = None  # type: ignore[assignment]
+    SetTrafficSplit = SetServing = SendWeights = None  # type: ignore[assignment]
 
     def __init__(self, decode: grpc.aio.Channel, prefill: grpc.aio.Channel | None) -> None:
         self._submit: Any = decode.unary_unary("/pdmesh.v1.DecodeService/Submit")

@@ -28,9 +28,8 @@ class ToldRouter(mesh_pb2_grpc.MeshServicer):
     # Nobody asks for these here.
     Generate = Chat = Tokenize = ListModels = Explain = None  # type: ignore[assignment]
 
-    Embed = LoadAdapter = UnloadAdapter = ListAdapters = ReleaseSession = UpdateWeights = SetTrafficSplit = SetServing = (
-        SendWeights
-    ) = None  # type: ignore[assignment]
+    Embed = LoadAdapter = UnloadAdapter = ListAdapters = ReleaseSession = UpdateWeights = None  # type: ignore[assignment]
+    SetTrafficSplit = SetServing = SendWeights = None  # type: ignore[assignment]
 
     async def GetStatus(
         self, request: mesh_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[object, object]

@@ -22,9 +22,8 @@ class FailingMesh(mesh_pb2_grpc.MeshServicer):
 
     Chat = ListModels = GetStatus = Explain = None  # type: ignore[assignment]
 
-    Embed = LoadAdapter = UnloadAdapter = ListAdapters = ReleaseSession = UpdateWeights = SetTrafficSplit = SetServing = (
-        SendWeights
-    ) = None  # type: ignore[assignment]
+    Embed = LoadAdapter = UnloadAdapter = ListAdapters = ReleaseSession = UpdateWeights = None  # type: ignore[assignment]
+    SetTrafficSplit = SetServing = SendWeights = None  # type: ignore[assignment]
 
     def __init__(self, error: MeshError, *, after_started: bool = False, num_failures: int = 1000) -> None:
         self.error, self.after_started, self.num_failures = error, after_started, num_failures

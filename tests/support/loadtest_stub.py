@@ -87,9 +87,8 @@ class Stub:
 class StubMesh(MeshServicer):
     """The mesh's API."""
 
-    Embed = LoadAdapter = UnloadAdapter = ListAdapters = ReleaseSession = UpdateWeights = SetTrafficSplit = SetServing = (
-        SendWeights
-    ) = None  # type: ignore[assignment]
+    Embed = LoadAdapter = UnloadAdapter = ListAdapters = ReleaseSession = UpdateWeights = None  # type: ignore[assignment]
+    SetTrafficSplit = SetServing = SendWeights = None  # type: ignore[assignment]
 
     def __init__(self, stub: Stub) -> None:
         self._stub = stub

@@ -238,9 +238,8 @@ class MadeRouter(MeshServicer):
 
     Generate = Tokenize = ListModels = None  # type: ignore[assignment]
 
-    Embed = LoadAdapter = UnloadAdapter = ListAdapters = ReleaseSession = UpdateWeights = SetTrafficSplit = SetServing = (
-        SendWeights
-    ) = None  # type: ignore[assignment]
+    Embed = LoadAdapter = UnloadAdapter = ListAdapters = ReleaseSession = UpdateWeights = None  # type: ignore[assignment]
+    SetTrafficSplit = SetServing = SendWeights = None  # type: ignore[assignment]
 
     def __init__(self, script: Script) -> None:
         self.script = script
