@@ -173,8 +173,11 @@ class VllmEngine:
     async def resume(self) -> None:
         await self.calls.resume()
 
-    async def fall_asleep(self) -> int:
+    def check_sleep(self) -> None:
         raise SleepRefused("state: vLLM as the engine of a worker does not sleep; pause it, or stop the worker")
+
+    async def fall_asleep(self) -> int:
+        raise AssertionError("it was asked before whether it sleeps")
 
     async def wake(self) -> None:
         return  # it is never asleep

@@ -44,7 +44,7 @@ from pdmesh.client.types import (
     ToolCall,
     ToolLike,
 )
-from pdmesh.client.weights import files_of, messages_of
+from pdmesh.client.weights import Readable, files_of, messages_of
 from pdmesh.errors import Cancelled, error_from_rpc
 from pdmesh.runtime.rpc.tls import ClientTlsConfig, TlsConfig, open_tls
 from pdmesh.runtime.telemetry.propagation import Metadata
@@ -422,11 +422,15 @@ class AsyncClient(_Base):
     ) -> mesh_pb2.MeshUpdateWeightsResponse:
         """See Client.send_weights."""
         self._check_open()
-        messages = messages_of(*files_of(Path(folder)), model)
+        messages = Readable(messages_of(*files_of(Path(folder)), model))
         try:
             return await self._stubs[self._preference.address].SendWeights(messages, timeout=timeout, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error) from error
+        except asyncio.CancelledError:
+            if messages.error is not None:
+                raise messages.error from None
+            raise
 
     async def set_serving(
         self,

@@ -33,3 +33,21 @@ def messages_of(files: Sequence[Path], num_bytes: int, model: str) -> Iterator[w
                 yield head
                 head = worker_pb2.SendWeightsRequest()
     yield worker_pb2.SendWeightsRequest(sha256=digest.digest())
+
+
+class Readable:
+    """Iterate over messages, and remember the `error` that ended them: gRPC only says that the call was cancelled."""
+
+    def __init__(self, messages: Iterator[worker_pb2.SendWeightsRequest]) -> None:
+        self._messages = messages
+        self.error: OSError | None = None
+
+    def __iter__(self) -> Readable:
+        return self
+
+    def __next__(self) -> worker_pb2.SendWeightsRequest:
+        try:
+            return next(self._messages)
+        except OSError as error:
+            self.error = error
+            raise

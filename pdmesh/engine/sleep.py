@@ -12,7 +12,7 @@ from pdmesh.engine.errors import InvalidState, SleepRefused
 from pdmesh.engine.kernels.cpu.model import NativeModel
 from pdmesh.engine.kv_cache.block_manager import BlockManager
 from pdmesh.engine.kv_cache.pool import KVPool
-from pdmesh.engine.loader.packed_memory import ReleasedWeights, release
+from pdmesh.engine.loader.packed_memory import ReleasedWeights, releasable
 from pdmesh.engine.models.decoder import DecoderModel
 from pdmesh.engine.weight_versions import WeightVersions
 
@@ -31,27 +31,34 @@ class EngineSleep:
         if isinstance(model, NativeModel):
             model.rest()
 
+    def check(self) -> None:
+        """Raise SleepRefused where this engine cannot sleep, whatever it does now."""
+        if not isinstance(self._versions.current.model, NativeModel | DecoderModel) or self._kv.tensor.device.type != "cpu":
+            raise SleepRefused("state: an engine on a GPU or of several ranks cannot sleep; pause it, or stop the worker")
+
     def fall_asleep(self) -> int:
         """Give the memory back; return the bytes. Again, it does nothing. Raises SleepRefused: this engine cannot; InvalidState:
         blocks are in use."""
-        model = self._versions.current.model
-        if not isinstance(model, NativeModel | DecoderModel):
-            raise SleepRefused("state: an engine on a GPU or of several ranks cannot sleep; pause it, or stop the worker")
+        self.check()
         if self.is_asleep:
             return 0
         with self._allocator.lock:
             pool = self._allocator.pool
             if pool.num_free != pool.num_total:
                 raise InvalidState(f"{pool.num_total - pool.num_free} KV blocks are in use")
+            pool.forget_all()  # first: no hash may name a block whose content is gone
             self._versions.drop_earlier()
-            try:
-                freed = self._kv.forget()
-            except OSError as error:
-                raise SleepRefused(f"state: the KV pool cannot be given back ({error.strerror}); pause the worker") from error
-            pool.forget_all()
-        self._released = release(model.weights) if isinstance(model, NativeModel) else None
+        try:
+            freed = self._kv.forget()  # without the lock: it takes a second for tens of GB, and nothing uses the pool
+        except OSError as error:
+            raise SleepRefused(f"state: the KV pool cannot be given back ({error.strerror}); pause the worker") from error
         self.is_asleep = True
-        return freed + (self._released.num_bytes if self._released is not None else 0)
+        model = self._versions.current.model
+        self._released = releasable(model.weights) if isinstance(model, NativeModel) else None
+        if self._released is None:
+            return freed
+        self._released.forget()
+        return freed + self._released.num_bytes
 
     def wake(self) -> None:
         """Take the memory again; idempotent. Raises OSError or UnusableFile when the weights cannot be read: it stays asleep."""

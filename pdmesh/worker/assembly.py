@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import math
 import time
 from collections.abc import Callable, Coroutine
 
@@ -21,6 +22,7 @@ from pdmesh.engine.errors import EngineStopped
 from pdmesh.engine.outputs import StepResult
 from pdmesh.runtime.addresses import join_address
 from pdmesh.runtime.config import ConfigError
+from pdmesh.runtime.errors import Unavailable
 from pdmesh.runtime.process import new_epoch
 from pdmesh.runtime.rpc.channel import PATIENT, Channels
 from pdmesh.runtime.rpc.mesh_secret import MeshSecret, is_loopback, open_secret
@@ -35,7 +37,7 @@ from pdmesh.worker.config import WorkerConfig
 from pdmesh.worker.control import ControlServicer, RoleChanges
 from pdmesh.worker.description import Description, describe
 from pdmesh.worker.engines.base import EngineEvents, WorkerEngine
-from pdmesh.worker.kv_events.prefix_publisher import PrefixPublisher, list_blocks
+from pdmesh.worker.kv_events.prefix_publisher import PrefixPublisher, list_blocks, most_names
 from pdmesh.worker.kv_events.service import KVEvents
 from pdmesh.worker.kv_events.stream import watch_blocks
 from pdmesh.worker.kv_sources import WorkerKVSources, kv_tiers_of, open_kv_tiers
@@ -45,7 +47,7 @@ from pdmesh.worker.roles import Role, RoleGate, roles_of
 from pdmesh.worker.serving import WorkerServing
 from pdmesh.worker.step_dispatcher import StepDispatcher, StepSpans
 from pdmesh.worker.token_request import ModelGrammars, ServedModel
-from pdmesh.worker.weight_updates.update import WorkerWeights
+from pdmesh.worker.weight_updates.update import WorkerWeights, made_of_identity
 from prefill_service.handoff import HandoffTools
 from prefill_service.kv_pull import KVPuller, PullTools
 from prefill_service.kv_send import BlockSender
@@ -87,7 +89,7 @@ class Worker:
         self._step_spans = StepSpans(self._spans)
         self._on_failure = on_failure
         self.metrics = WorkerMetrics.open(config, worker_id, self.epoch, engine.facts.cost, self._read_metrics)
-        self._prefix_cache = engine.prefix_cache(_most_names(config))
+        self._prefix_cache = engine.prefix_cache(most_names(config))
         self._publisher = PrefixPublisher(self._prefix_cache, self.epoch, worker_id) if config.redis else None
         self._grammars = ModelGrammars(engine.facts)
         self.adapters = WorkerAdapters(engine.adapters, config.served_name, self._adapters_changed)
@@ -107,6 +109,7 @@ class Worker:
         self._warmer = KVWarmer(self._warm_tools(served_model))
         self.block_sender = self._block_sender(served_model)
         self.prefill = self._prefill_servicer(served_model)
+        self._state_change = asyncio.Lock()
         self._weights = self._replaceable_weights(served_model)
         self.decode = DecodeService(config.decode_settings, self._dependencies(served_model))
         self._receiver = self._kv_receiver(served_model, tls)
@@ -121,6 +124,7 @@ class Worker:
             give_up=self._give_up,
             flush=self._flush_tiers,
             num_requests=lambda: len(self.decode.reservations.active) + self.prefill.num_running,
+            one_at_a_time=self._state_change,
         )
 
     async def start(self) -> Description:
@@ -161,7 +165,7 @@ class Worker:
             watch_blocks=lambda: watch_blocks(self.kv_events.feed, self.epoch),
             keep_traces=self.tracing.keep,
             release_retained=self.engine.release_retained,
-            send_blocks=self.block_sender.send,
+            send_blocks=self._send_blocks,
             warm_prefix=self._warmer.warm,
             adapters=self.adapters,
             update_weights=self._weights.update,
@@ -180,6 +184,12 @@ class Worker:
         """Return the message that the worker registers, with the present roles. Call it only after `start`."""
         assert self.description is not None, "the worker has not been started"
         return self.description.info()
+
+    async def _send_blocks(self, request: worker_pb2.SendBlocksRequest) -> worker_pb2.SendBlocksResponse:
+        """Serve SendBlocks. Raises Unavailable while nothing is computed here: a sleeper has no blocks."""
+        if not self.gate.is_running:
+            raise Unavailable("this worker is paused or asleep; compute the prompt", retry_delay_s=1.0)
+        return await self.block_sender.send(request)
 
     async def set_roles(self, roles: frozenset[Role], drain_timeout_s: float) -> None:
         """Set the roles. New roles count at once; a removed role finishes its requests, or abandons them after the timeout."""
@@ -224,7 +234,7 @@ class Worker:
         await asyncio.to_thread(self.tracing.close)
 
     async def _finish_work(self, roles: set[Role], timeout_s: float, reason: str) -> None:
-        if not self.gate.is_running:
+        if not self.serving.is_computing:
             timeout_s = 0.0  # nothing of it would end
         try:
             async with asyncio.timeout(timeout_s):
@@ -246,8 +256,8 @@ class Worker:
 
     async def _give_up(self) -> None:
         """Give all requests back to their routers, through no fault of this worker."""
-        await self.prefill.abandon()
         await self.decode.abandon("the worker goes to sleep", is_fault=False)
+        await self.prefill.abandon()
 
     async def _flush_tiers(self) -> None:
         if self.tiers is not None:
@@ -316,14 +326,14 @@ class Worker:
             lambda: self.dispatcher.num_steps,
             self.engine.notify_every,
             self.metrics.pushed,
-            lambda: self.watch.longest_step_s(self.engine.facts.max_num_batched_tokens),
+            self._longest_step_s,
             self._sources,
         )
         return PrefillServicer(
             PrefillValidator(served_model.identity, served_model.layout, served_model.translate),
             tools,
             check_new_work=self.gate.checker(worker_pb2.ROLE_PREFILL),
-            owns_requests=lambda: bool(self.decode.reservations.active),
+            owns_requests=lambda: bool(self.decode.reservations.active) and not self.gate.gives_up,
             tracing=self.tracing,
             steps=self._spans.steps,
         )
@@ -333,7 +343,8 @@ class Worker:
             self.engine,
             served_model,
             self._weights_changed,
-            _made_of_identity(self._config),
+            made_of_identity(self._config),
+            one_at_a_time=self._state_change,
             is_asleep=lambda: self.gate.serving == worker_pb2.SERVING_STATE_ASLEEP,
         )
 
@@ -393,6 +404,10 @@ class Worker:
             max_blocks=int(self._config.warm_share * engine.facts.num_blocks),
             max_tokens=engine.facts.max_context,
         )
+
+    def _longest_step_s(self) -> float:
+        """Return how long a step may be expected to take: without end while none is to begin."""
+        return self.watch.longest_step_s(self.engine.facts.max_num_batched_tokens) if self.serving.is_computing else math.inf
 
     def _prefill_s(self, first: int, last: int) -> float | None:
         """Return how long tokens `first` to `last` of a prompt should take to compute."""
@@ -460,22 +475,6 @@ class Worker:
             warm_blocks=self._warmer.max_blocks,
             revision=self._config.revision,
         )
-
-
-def _made_of_identity(config: WorkerConfig) -> tuple[str, ...]:
-    """Return what a worker makes of its identity at its start and keeps, in words."""
-    tiers, events = config.tiers, config.kv_event_settings
-    found = {"KV tiers": bool(tiers.kv_host_gb or tiers.kv_disk or tiers.kv_store), "KV events": events.is_wanted}
-    return tuple(what for what, is_so in found.items() if is_so)
-
-
-def _most_names(config: WorkerConfig) -> int:
-    """Return how many changed blocks the prefix cache keeps for the registry; 0 without one."""
-    if not config.redis:
-        return 0
-    from pdmesh.runtime.registry.block_stream import MAX_NAMES  # redis is imported only for a registry
-
-    return MAX_NAMES
 
 
 def _warn_if_open(config: WorkerConfig, tls: Tls | None, secret: MeshSecret | None) -> None:

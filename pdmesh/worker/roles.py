@@ -22,6 +22,7 @@ class RoleGate:
         self._roles = self._home_roles = frozenset(roles)
         self.draining = False
         self.serving: ServingState = worker_pb2.SERVING_STATE_RUNNING
+        self.gives_up = False  # also what requests that are here ask for is refused
 
     @property
     def roles(self) -> list[Role]:

@@ -17,15 +17,16 @@ import time
 from collections.abc import Awaitable, Callable
 
 from pdmesh.engine.errors import InvalidState, SleepRefused
-from pdmesh.runtime.errors import FailedPrecondition, InvalidArgument, Unavailable
+from pdmesh.runtime.errors import Aborted, FailedPrecondition, InvalidArgument, Unavailable
 from pdmesh.v1 import worker_pb2
 from pdmesh.worker.engines.base import WorkerEngine
 from pdmesh.worker.roles import RoleGate, ServingState
 
 DEFAULT_FINISH_S = 30.0
 MAX_FINISH_MS = 24 * 3600 * 1000
-RELEASE_S = 10.0
-"""How long a worker that goes to sleep waits until nobody reads its blocks any more."""
+RELEASE_S = 70.0
+"""How long a worker that goes to sleep waits until nobody reads its blocks any more: a push to another worker takes a minute at
+most."""
 _RUNNING, _PAUSED, _ASLEEP = (
     worker_pb2.SERVING_STATE_RUNNING,
     worker_pb2.SERVING_STATE_PAUSED,
@@ -48,12 +49,16 @@ class WorkerServing:
         give_up: Callable[[], Awaitable[None]],
         flush: Callable[[], Awaitable[None]],
         num_requests: Callable[[], int],
+        one_at_a_time: asyncio.Lock,
     ) -> None:
         """`changed` is called when the state has changed; `finish(seconds)` waits for the end of all requests and returns whether
-        they have ended; `give_up` ends them, and routers place them again; `flush` ends the reading of blocks by tiers."""
+        they have ended; `give_up` ends them, and routers place them again; `flush` ends the reading of blocks by tiers.
+        `one_at_a_time` is held by whoever changes weights as well."""
         self._engine, self._gate, self._changed = engine, gate, changed
         self._finish, self._give_up, self._flush, self._num_requests = finish, give_up, flush, num_requests
-        self._one_at_a_time = asyncio.Lock()
+        self._one_at_a_time = one_at_a_time
+        self._overtaken = asyncio.Event()  # set when another change comes while one waits for requests to end
+        self.is_computing = True
 
     async def set(self, request: worker_pb2.SetServingRequest) -> worker_pb2.SetServingResponse:
         """Serve SetServing. Raises MeshError."""
@@ -62,6 +67,7 @@ class WorkerServing:
         if request.timeout_ms > MAX_FINISH_MS:
             raise InvalidArgument("timeout_ms", f"{request.timeout_ms} is more than a day ({MAX_FINISH_MS})")
         finish_s = (request.timeout_ms / 1000 or DEFAULT_FINISH_S) if request.finish_running else 0.0
+        self._overtaken.set()  # a change that waits for requests to end does not keep this one waiting
         # In a task of its own: a caller that leaves must not end a change half-way.
         return await asyncio.shield(asyncio.create_task(self._set(request.state, finish_s), name="serving"))
 
@@ -69,6 +75,7 @@ class WorkerServing:
         async with self._one_at_a_time:
             if self._gate.draining:
                 raise FailedPrecondition("state", "this worker is about to stop")
+            self._overtaken.clear()
             freed, began, before = 0, time.monotonic(), self._gate.serving
             if state == _ASLEEP:
                 freed = await self._fall_asleep(finish_s)
@@ -77,7 +84,7 @@ class WorkerServing:
                 if state == _PAUSED:
                     await self._pause(finish_s)
                 else:
-                    await self._engine.resume()
+                    await self._compute()
                     self._enter(_RUNNING)
             name = worker_pb2.ServingState.Name
             if state != before:
@@ -90,27 +97,52 @@ class WorkerServing:
         was_running = self._gate.serving == _RUNNING
         self._enter(_PAUSED)
         if finish_s and was_running:
-            await self._finish(finish_s)
-        await self._engine.pause()
+            await self._finished(finish_s)
+        await self._stop_computing()
 
     async def _fall_asleep(self, finish_s: float) -> int:
         before = self._gate.serving
         if before == _ASLEEP:
             return 0
-        self._enter(_ASLEEP)
         try:
-            if before != _RUNNING or not finish_s or not await self._finish(finish_s):
+            self._engine.check_sleep()  # before any request is given up for nothing
+            self._enter(_ASLEEP)
+            if before == _RUNNING and finish_s:
+                await self._finished(finish_s)
+            await self._stop_computing()  # else what is given up would be released behind the step that computes it
+            self._gate.gives_up = True
+            while self._num_requests():
                 await self._give_up()
             await self._flush()
-            await self._engine.pause()
             return await self._released()
         except BaseException as error:
             if before == _RUNNING:
-                await self._engine.resume()
+                await self._compute()
             self._enter(before)
             if isinstance(error, SleepRefused):
                 raise FailedPrecondition("state", str(error).removeprefix("state: ")) from error
             raise
+        finally:
+            self._gate.gives_up = False
+
+    async def _finished(self, finish_s: float) -> None:
+        """Wait for the end of all requests. Raises Aborted when another change comes meanwhile."""
+        finishing, overtaken = asyncio.ensure_future(self._finish(finish_s)), asyncio.ensure_future(self._overtaken.wait())
+        try:
+            await asyncio.wait((finishing, overtaken), return_when=asyncio.FIRST_COMPLETED)
+            if not finishing.done():
+                raise Aborted("another SetServing came while this one waited for requests to end")
+        finally:
+            finishing.cancel()
+            overtaken.cancel()
+
+    async def _stop_computing(self) -> None:
+        await self._engine.pause()
+        self.is_computing = False
+
+    async def _compute(self) -> None:
+        await self._engine.resume()
+        self.is_computing = True
 
     async def _released(self) -> int:
         """Give the memory back once nobody reads it: another worker may be fetching blocks. Raises Unavailable, SleepRefused."""

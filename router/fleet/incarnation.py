@@ -44,6 +44,7 @@ class Incarnation:
     info: worker_pb2.WorkerInfo
     load: worker_pb2.LoadReport
     reported_at: float
+    stopped_at: float = -math.inf  # monotonic seconds: when it was last seen to be paused or asleep
     late_at: float = -math.inf  # monotonic seconds: when a heartbeat last came late
     lost: Signal = field(default_factory=Signal)
     described: worker_reports.Described = field(init=False)
@@ -72,6 +73,15 @@ class Incarnation:
     def was_late_since(self, then: float) -> bool:
         """Return whether a heartbeat came late after `then` (monotonic seconds): the process, or this one, had no time."""
         return self.late_at >= then
+
+    @property
+    def is_stopped(self) -> bool:
+        """Return whether it is paused or asleep, by its last report."""
+        return self.load.serving_state in STOPPED
+
+    def was_stopped_since(self, then: float) -> bool:
+        """Return whether it was paused or asleep after `then` (monotonic seconds): it has taken longer through no fault."""
+        return self.is_stopped or self.stopped_at >= then
 
     def __post_init__(self) -> None:
         self.described = worker_reports.describe(self.info)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from typing import TypeVar
 
 import grpc.aio
@@ -17,10 +17,12 @@ import grpc.aio
 from pdmesh.runtime.errors import FailedPrecondition, InvalidArgument, MeshError, Unavailable, error_from_rpc
 from pdmesh.runtime.rpc.fan_out import FanOut
 from pdmesh.v1 import mesh_pb2, worker_pb2
+from router.fleet.change_notifier import unless
 from router.fleet.registry import FleetRegistry
 from router.fleet.worker import Worker
 
 CALL_TIMEOUT_S = 600.0
+SEND_TIMEOUT_S = 6 * 3600.0
 MAX_FOLDER_CHARS = 4096
 DEFAULT_FINISH_S = 30.0
 SERVING_STATES = (
@@ -65,7 +67,7 @@ class ModelChanges:
 
         async def send(worker: Worker) -> worker_pb2.UpdateWeightsResponse:
             try:
-                done = await worker.control.SendWeights(readers[worker], timeout=CALL_TIMEOUT_S)
+                done = await worker.control.SendWeights(readers[worker], timeout=SEND_TIMEOUT_S)
             finally:
                 readers[worker].close()
             worker.has_weights(done.identity.weights_hash)
@@ -102,16 +104,18 @@ class ModelChanges:
                 told.append(mesh_pb2.WorkerServing(worker_id=worker_id_of(worker), serving=answer))
         return mesh_pb2.MeshSetServingResponse(workers=told)
 
-    async def _all(self, model: str, call: Callable[[Worker], Awaitable[T]]) -> Sequence[tuple[Worker, T | MeshError]]:
+    async def _all(
+        self, model: str, call: Callable[[Worker], Coroutine[object, object, T]]
+    ) -> Sequence[tuple[Worker, T | MeshError]]:
         """Return what each worker of the model answered, those out of reach included. Raises the MeshError of the first where all
         failed."""
         workers = self._reachable(model)
-        answers = await asyncio.gather(*(_answer(call(worker)) for worker in workers))
+        answers = await asyncio.gather(*(_answer(worker, call) for worker in workers))
         failed = [answer for answer in answers if isinstance(answer, MeshError)]
         if len(failed) == len(answers):
             raise failed[0]
-        away = Unavailable("not reachable: it is as it was, if it comes back")
-        return [*zip(workers, answers, strict=True), *((each, away) for each in self._known(model) if each.current is None)]
+        others = (each for each in self._known(model) if each not in workers)
+        return [*zip(workers, answers, strict=True), *((each, _away()) for each in others)]
 
     def _known(self, model: str) -> list[Worker]:
         return [each for each in self._fleet.workers.values() if each.last and each.last.info.identity.model == model]
@@ -139,11 +143,18 @@ def _told_weights(
     return mesh_pb2.MeshUpdateWeightsResponse(weights_hash=hashes.most_common(1)[0][0], workers=told)
 
 
-async def _answer(call: Awaitable[T]) -> T | MeshError:
+async def _answer(worker: Worker, call: Callable[[Worker], Coroutine[object, object, T]]) -> T | MeshError:
+    """Return what the worker answers, or why it does not: one that is lost keeps nobody waiting."""
+    if worker.current is None:
+        return _away()
     try:
-        return await call
+        return await unless(worker.current.lost, call(worker)) or _away()
     except grpc.aio.AioRpcError as error:
         return error_from_rpc(error)
+
+
+def _away() -> MeshError:
+    return Unavailable("not reachable: it is as it was, if it comes back")
 
 
 def worker_id_of(worker: Worker) -> str:

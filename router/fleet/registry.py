@@ -151,12 +151,12 @@ class FleetRegistry:
 
     @property
     def is_any_stopped(self) -> bool:
-        """Return whether some worker is paused or asleep, and requests may wait for it."""
-        return any(worker.is_stopped for worker in self._workers.values())
+        """Return whether some decode worker is paused or asleep, and requests may wait for it."""
+        return any(worker.is_stopped and has_role(worker, worker_pb2.ROLE_DECODE) for worker in self._workers.values())
 
-    def is_stopped(self, model: str) -> bool:
-        """Return whether a worker of `model` is paused or asleep."""
-        stopped = (worker for worker in self._workers.values() if worker.is_stopped)
+    def is_stopped(self, model: str, role: "worker_pb2.Role.ValueType") -> bool:
+        """Return whether a worker of `model` with this role is paused or asleep."""
+        stopped = (worker for worker in self._workers.values() if worker.is_stopped and has_role(worker, role))
         return any(worker.last is not None and worker.last.info.identity.model == model for worker in stopped)
 
     def max_context(self, model: str) -> int | None:
@@ -265,3 +265,8 @@ class FleetRegistry:
         worker.stream_changed()
         self.changes.fire()
         self.openings.fire()
+
+
+def has_role(worker: Worker, role: "worker_pb2.Role.ValueType") -> bool:
+    """Return whether its last report says so."""
+    return worker.last is not None and role in worker.last.load.roles

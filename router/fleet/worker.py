@@ -12,7 +12,7 @@ import grpc.aio
 from pdmesh.v1 import common_pb2, decode_pb2_grpc, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 from router.fleet.decode_stream import DecodeStream, StreamSettings
 from router.fleet.heartbeat import SilenceDetector, SilenceLimits, Watchdog, being_cancelled, tick_s_of
-from router.fleet.incarnation import STOPPED, Incarnation
+from router.fleet.incarnation import Incarnation
 from router.routing import worker_reports
 from router.routing.worker_snapshot import WorkerSnapshot
 
@@ -21,6 +21,7 @@ UNUSABLE_RETRY_S = 1.0
 OTHER_STREAM_S = 0.005
 """How much later the second stream of a connection or process that ended may break than the first."""
 TRANSIT_S, MAX_CONFIRMED = 0.2, 256
+STOPPED_GRACE_S = 30.0
 LATE_PERIODS = 2.5
 """Periods of heartbeats after which the next one is late: its sender, this router or both had no time for it."""
 SLOWEST = 3.0
@@ -178,8 +179,11 @@ class Worker:
 
     @property
     def is_stopped(self) -> bool:
-        """Return whether it is alive, and paused or asleep: it takes no new requests until somebody has it run."""
-        return self.current is not None and self.current.load.serving_state in STOPPED
+        """Return whether it is paused or asleep: it takes no new requests until somebody has it run. One that has fallen silent
+        is taken to be so for a while: whatever stopped it may have taken the machine's processors as well."""
+        if self.current is not None:
+            return self.current.is_stopped
+        return self.last is not None and self.last.is_stopped and time.monotonic() - self.lost_at < STOPPED_GRACE_S
 
     def dispatched(self, sent: Dispatched) -> None:
         """Count what was just sent to the worker, until its heartbeats contain it or `done` is called."""
@@ -240,6 +244,8 @@ class Worker:
     def told_serving(self, state: "worker_pb2.ServingState.ValueType") -> None:
         """Take over the state that the worker has said it is in, before its next report does."""
         if self.current is not None and self.current.load.serving_state != state:
+            if self.current.is_stopped:
+                self.current.stopped_at = time.monotonic()
             self.current.load.serving_state = state
             self._view_changed()
             self._on_change()
@@ -380,6 +386,8 @@ class Worker:
             self.has_weights(load.weights_hash)
         if now - current.reported_at > LATE_PERIODS * self._report_period_ms / 1000:
             current.late_at = now
+        if current.is_stopped:
+            current.stopped_at = now
         current.load, current.reported_at = load, now
         figures_at = self._figures_at()
         if self._dispatched:

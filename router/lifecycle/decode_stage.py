@@ -124,7 +124,7 @@ class DecodeStage:
         if session.ended.done() and session.ended.result() is not None:
             return
         self._core.health_recorder.succeeded(session.key, Role.DECODE)
-        if num_steps >= MIN_TIMED_STEPS:
+        if num_steps >= MIN_TIMED_STEPS and not session.incarnation.was_stopped_since(since_ns / 1e9):
             self._core.health_recorder.took(session.key, Role.DECODE, (now_ns() - since_ns) / 1e9 / num_steps)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Container, Sequence
 import grpc.aio
 
 from pdmesh.runtime.errors import DeadlineExceeded, MeshError, ResourceExhausted, Unavailable, Unimplemented, error_from_rpc
-from pdmesh.v1 import common_pb2, mesh_pb2, prefill_pb2
+from pdmesh.v1 import common_pb2, mesh_pb2, prefill_pb2, worker_pb2
 from router.context import RouterContext, time_left_ms, time_left_s
 from router.fleet.change_notifier import unless
 from router.fleet.circuit_breaker import Role
@@ -54,15 +54,16 @@ class EmbedStage:
         return mesh_pb2.Embedding(values=response.values, num_tokens=len(request.prepared.prompt), num_cached_tokens=cached)
 
     async def _computed(self, request: Request, pooling: common_pb2.Pooling.ValueType) -> prefill_pb2.EmbedPromptResponse:
-        config, model = self._core.config, request.prepared.model.name
-        limit_s = config.paused_timeout_s if self._core.fleet.is_stopped(model) else config.place_timeout_s
-        patience = asyncio.get_running_loop().time() + limit_s
+        config, model, loop = self._core.config, request.prepared.model.name, asyncio.get_running_loop()
+        patience, last = loop.time() + config.place_timeout_s, loop.time() + config.paused_timeout_s
         refused: set[WorkerKey] = set()
         errors: list[MeshError] = []
         while True:
             found = self._choose(request, refused)
             if found is None:
                 self._check_can(request)
+                if self._core.fleet.is_stopped(model, worker_pb2.ROLE_PREFILL):
+                    patience = min(last, loop.time() + config.place_timeout_s)
                 await self._wait(request, patience, errors)
                 refused.clear()
                 continue
@@ -73,7 +74,7 @@ class EmbedStage:
                     raise
                 errors.append(error)
                 refused.add(found[0].key)
-                if error.code not in _NO_FAULT:
+                if error.code not in _NO_FAULT and not found[2].is_stopped:
                     is_lost = found[2].lost.is_set()
                     self._core.health_recorder.failed(found[0].key, Role.PREFILL, error.message, lost=is_lost)
 

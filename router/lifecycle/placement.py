@@ -20,6 +20,7 @@ from pdmesh.runtime.errors import (
     ResourceExhausted,
     Unavailable,
 )
+from pdmesh.v1 import worker_pb2
 from router.context import RouterContext
 from router.fleet.change_notifier import wait_at_most
 from router.fleet.circuit_breaker import Role
@@ -173,7 +174,7 @@ class PlaceStage:
                 dispatch.timings.queued(search.waiting_ns)  # the time of the try is route, reserve or retry time
                 search.begin_try()
                 return
-            if loop.time() - search.began_s > self._core.config.room_timeout_s:
+            if not self._is_stopped(dispatch) and loop.time() - search.began_s > self._core.config.room_timeout_s:
                 raise ResourceExhausted(
                     "the line for room on decode workers did not move; retry later", retry_delay_s=ROOM_RETRY_DELAY_S
                 )
@@ -187,16 +188,32 @@ class PlaceStage:
             interrupted=dispatch.interrupted,
             hint=prepared.priority_hint,
         )
-        search.began_s, search.waiting_ns = asyncio.get_running_loop().time(), timings.now_ns()
+        search.began_s = search.entered_s = asyncio.get_running_loop().time()
+        search.waiting_ns = timings.now_ns()
 
     async def _wait_for_change(self, dispatch: Dispatch, nothing: NoPlacement) -> None:
         """Wait for the next change of the fleet after a failed try. Raises MeshError at the time limit."""
         search = dispatch.search
         self._core.capacity_queue.failed(dispatch.queue_key)
         search.waiting_ns = timings.now_ns()
-        self._check_limit(nothing, dispatch, asyncio.get_running_loop().time() - search.began_s)
+        if not self._is_stopped(dispatch):
+            self._check_limit(nothing, dispatch, asyncio.get_running_loop().time() - search.began_s)
         await asyncio.sleep(MIN_RETRY_GAP_S)
         await wait_at_most(search.change, RETRY_PERIOD_S)
+
+    def _is_stopped(self, dispatch: Dispatch) -> bool:
+        """Return whether the request waits for a worker that is paused or asleep: the other limits begin when it runs again.
+        Raises Unavailable when it has waited for too long."""
+        search, prepared, limit_s = dispatch.search, dispatch.request.prepared, self._core.config.paused_timeout_s
+        name, is_stopped = prepared.model.name, self._core.fleet.is_stopped
+        needs_prefill = prepared.mode is Mode.REMOTE
+        if not (is_stopped(name, worker_pb2.ROLE_DECODE) or (needs_prefill and is_stopped(name, worker_pb2.ROLE_PREFILL))):
+            return False
+        search.began_s = now = asyncio.get_running_loop().time()
+        if now - search.entered_s > limit_s:
+            text = f"workers of {prepared.model.name!r} are paused or asleep; waited {now - search.entered_s:.0f} s"
+            raise Unavailable(f"{text}, see `pdmesh status`", retry_delay_s=ROOM_RETRY_DELAY_S)
+        return True
 
     def _check_limit(self, nothing: NoPlacement, dispatch: Dispatch, waited_s: float) -> None:
         config = self._core.config
@@ -210,11 +227,8 @@ class PlaceStage:
         limit_s = config.resubmit_timeout_s if dispatch.started else config.place_timeout_s
         if config.wake_timeout_s > limit_s and not self._core.fleet.serves(dispatch.request.prepared.model.name):
             limit_s = config.wake_timeout_s  # its pools are at zero: the autoscaler sees the request, and starts workers
-        reason = nothing.reason
-        if self._core.fleet.is_stopped(dispatch.request.prepared.model.name):
-            limit_s, reason = max(limit_s, config.paused_timeout_s), f"{reason}: workers are paused or asleep"
         if not nothing.full and waited_s > limit_s:
-            raise Unavailable(f"{reason}; waited {waited_s:.0f} s, see `pdmesh status`", retry_delay_s=ROOM_RETRY_DELAY_S)
+            raise Unavailable(f"{nothing.reason}; waited {waited_s:.0f} s, see `pdmesh status`", retry_delay_s=ROOM_RETRY_DELAY_S)
 
 
 class ReserveStage:
@@ -318,7 +332,7 @@ class ReserveStage:
             session.refused()
         else:
             logger.warning("Submit of %s to %s: %s %s", session.wire_id, session.info.worker_id, error.code.name, error.message)
-            if not isinstance(error, (DeadlineExceeded, FailedPrecondition)):
+            if not isinstance(error, (DeadlineExceeded, FailedPrecondition)) and not session.incarnation.is_stopped:
                 is_lost = session.incarnation.lost.is_set()
                 request.lost_on.add(session.info.revision)
                 self._core.health_recorder.failed(session.key, Role.DECODE, error.message, lost=is_lost)

@@ -174,9 +174,11 @@ class PrefillCall:
                 return_when=asyncio.FIRST_COMPLETED,
             )
             is_silent = prefill.worker.is_suspect
+            if self._was_stopped:
+                may_hedge = False  # its time says nothing
             if not is_due or running.done() or self._session.ended.done() or not self._waits_for_first():
                 continue
-            if hedging.may_hedge(loop.time() - self._began, bound_s, silent=is_silent):
+            if may_hedge and hedging.may_hedge(loop.time() - self._began, bound_s, silent=is_silent):
                 if await self._hedge(loop.time() - self._began, silent=is_silent):
                     return True
                 may_hedge = False
@@ -190,7 +192,7 @@ class PrefillCall:
 
     @property
     def _is_draining(self) -> bool:
-        return self._prefill.incarnation.load.draining
+        return self._prefill.incarnation.load.draining or self._prefill.incarnation.is_stopped
 
     def _waits_for_first(self) -> bool:
         return not self._got_first_tokens and not self._session.started
@@ -256,9 +258,10 @@ class PrefillCall:
     def _take_first_tokens(self, first: prefill_pb2.FirstTokens) -> None:
         prefill, fetch_s = self._prefill, first.timings.fetch_ns / 1e9
         seconds = max(0.0, asyncio.get_running_loop().time() - self._began - fetch_s)  # a slow holder makes it no slow worker
-        self._core.health_recorder.took(prefill.key, Role.PREFILL, self._slowness(seconds))
-        if not self._dispatch.started and not fetch_s and not first.timings.restore_ns:  # else an unknown part is cached
-            self._core.hedging.times.record(prefill.sent.tokens, seconds)
+        if not self._was_stopped:
+            self._core.health_recorder.took(prefill.key, Role.PREFILL, self._slowness(seconds))
+            if not self._dispatch.started and not fetch_s and not first.timings.restore_ns:  # else an unknown part is cached
+                self._core.hedging.times.record(prefill.sent.tokens, seconds)
         self._timings.prefilled(first.timings)
         prefill.incarnation.prefilled(first.timings)
         if first.timings.fetch_failed:
@@ -298,6 +301,9 @@ class PrefillCall:
     def _note_failure(self, end: PrefillEnd) -> None:
         """Record a failure. A failed hand-off counts against both workers: the faulty one takes part in more, and is ejected. One
         that was not answered in time counts only if both kept their heartbeats up: a machine that is busy is not broken."""
+        if self._was_stopped:
+            logger.info("%s: %s, and a worker was paused or asleep: it counts against none", self._session.wire_id, end.problem)
+            return
         if end.outcome is not None and end.outcome.code in _UNANSWERED and self._was_late():
             logger.info("%s: %s, and heartbeats were late, too: it counts against no worker", self._session.wire_id, end.problem)
             return
@@ -307,6 +313,11 @@ class PrefillCall:
             self._core.health_recorder.failed(self._prefill.key, Role.PREFILL, end.problem or "", lost=is_lost)
         if end.outcome is not None:
             self._core.health_recorder.failed(self._session.key, Role.DECODE, end.problem or "")
+
+    @property
+    def _was_stopped(self) -> bool:
+        workers = (self._prefill.incarnation, self._session.incarnation)
+        return any(each.was_stopped_since(self._began) for each in workers)
 
     def _was_late(self) -> bool:
         return any(each.was_late_since(self._began) for each in (self._prefill.incarnation, self._session.incarnation))

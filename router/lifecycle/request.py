@@ -65,6 +65,7 @@ class Request:
         self.kind: tuple[object, ...] | None = None  # once tokens were sent, workers must be of this kind
         self.system_fingerprint = ""  # reserve: names the kind of the latest worker to the client
         self.avoid: frozenset[WorkerKey] = frozenset()  # workers that have just lost it
+        self.num_losses = 0  # of its decode worker, but for one that goes to sleep
         self.failed_holders: frozenset[WorkerKey] = frozenset()  # reserve, prefill: workers that did not send KV to be fetched
 
     def open_stream(self, prepared: PreparedRequest, max_buffered_tokens: int) -> None:
@@ -253,7 +254,8 @@ class WorkerSearch:
     has_begun: bool = False
     waiter: Waiter | None = None  # the place in the capacity queue
     change: asyncio.Event = field(init=False)  # the next change of the fleet since before the try
-    began_s: float = 0.0  # of the wait, in event-loop time
+    entered_s: float = 0.0  # the beginning of the wait, in event-loop time
+    began_s: float = 0.0  # the same, or when a worker was last seen to be paused or asleep
     waiting_ns: int = 0
 
     def begin_round(self, *, takes_ejected: bool) -> None:

@@ -515,7 +515,6 @@ class Pipeline:
         if tracker.anything_emitted:
             request.kind = kind_of(session.info)
         parts.num_resubmissions += 1
-        if parts.num_resubmissions > self._core.config.max_resubmissions:
-            raise Unavailable(
-                f"lost {parts.num_resubmissions} times (max_resubmissions), the last time because {loss}; resume it"
-            )
+        request.num_losses += not isinstance(loss, GivenBack)
+        if request.num_losses > self._core.config.max_resubmissions:
+            raise Unavailable(f"lost {request.num_losses} times (max_resubmissions), the last time because {loss}; resume it")

@@ -138,6 +138,7 @@ async def test_unary_calls_have_a_timeout_and_streams_the_callers_own(model_fold
     methods = json.loads(service_config.text())["methodConfig"]
     names = {(name["service"], name.get("method", "")): method.get("timeout") for method in methods for name in method["name"]}
     mesh = "pdmesh.v1.Mesh"
-    assert names == {(mesh, "Generate"): None, (mesh, "Chat"): None, (mesh, ""): "10s"}
+    without = ("Generate", "Chat", "UpdateWeights", "SendWeights", "SetServing")  # how long they take is the caller's choice
+    assert names == {**{(mesh, name): None for name in without}, (mesh, ""): "10s"}
     known = mesh_pb2.DESCRIPTOR.services_by_name["Mesh"]
     assert all(method in known.methods_by_name for _, method in names if method)

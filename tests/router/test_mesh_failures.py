@@ -300,6 +300,19 @@ async def test_a_request_waits_for_a_stopped_worker_so_long_and_no_longer(
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
+async def test_all_that_wait_for_a_stopped_worker_outlast_the_limits_for_others(model_folder: Path) -> None:
+    """Also those behind the first in the line, and once it runs, their time begins anew."""
+    async with running_mesh(model_folder, prefill=0, place_timeout_s=0.1, room_timeout_s=0.5) as mesh:
+        mesh["d0"].serving_state = worker_pb2.SERVING_STATE_ASLEEP
+        await eventually(lambda: not mesh.router.core.fleet.ready())
+        waiting = [asyncio.create_task(mesh.generate(request())) for _ in range(6)]
+        await asyncio.sleep(1.5)
+        assert not any(each.done() for each in waiting)
+        mesh["d0"].serving_state = worker_pb2.SERVING_STATE_RUNNING
+        answers = await asyncio.gather(*waiting)
+        assert [answer.tokens() for answer in answers] == [expected(8)] * 6
+
+
 async def test_without_a_worker_a_router_is_ready_only_where_pools_may_be_at_zero(model_folder: Path) -> None:
     for wake_timeout_s in (0.0, 60.0):
         async with running_router(config_for(model_folder, wake_timeout_s=wake_timeout_s)) as (router, _):

@@ -147,9 +147,20 @@ async def test_nonsense_is_refused_by_name(decoder: Peer) -> None:
 async def test_an_engine_that_cannot_sleep_runs_on(
     model: Model, decoder: Peer, router: MiniRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def fail() -> int:
+    def refuse() -> None:
         raise SleepRefused("state: a GPU")
 
+    async def fail() -> int:
+        raise SleepRefused("state: the pool")
+
+    await router.submit(decoder, "r0", LONG, mode=LOCAL)
+    await eventually(lambda: router.of("r0").output())
+    with monkeypatch.context() as patched:
+        patched.setattr(decoder.worker.engine, "check_sleep", refuse)
+        error = await refusal(decoder, worker_pb2.SetServingRequest(state=ASLEEP))
+        assert (error.code, error.field) == (grpc.StatusCode.FAILED_PRECONDITION, "state")
+    await router.until_finished("r0")  # nothing was given up for it
+    assert router.of("r0").output() == reference(model, LONG)[0]
     monkeypatch.setattr(decoder.worker.engine, "fall_asleep", fail)
     for before in (RUNNING, PAUSED):
         await be(decoder, before)
@@ -225,3 +236,46 @@ async def test_many_changes_at_once_end_in_the_last_one(model: Model, decoder: P
     await router.submit(decoder, "r2", LONG, mode=LOCAL)
     await router.until_finished("r2")
     assert router.of("r2").output() == reference(model, LONG)[0]
+
+
+async def test_another_change_does_not_wait_for_requests_to_end(model: Model, decoder: Peer, router: MiniRouter) -> None:
+    """Else a mistaken --finish of a day could not be taken back."""
+    for state in (PAUSED, ASLEEP):
+        name = f"r{state}"
+        await router.submit(decoder, name, LONG, mode=LOCAL)
+        waiting = asyncio.ensure_future(be(decoder, state, finish_ms=3600_000))
+        await eventually(lambda: not decoder.worker.gate.is_running)
+        async with asyncio.timeout(10):
+            await be(decoder, RUNNING)
+        with pytest.raises(grpc.aio.AioRpcError, match="another SetServing came") as caught:
+            await waiting
+        assert caught.value.code() is grpc.StatusCode.ABORTED
+        await router.until_finished(name)
+        assert router.of(name).output() == reference(model, LONG)[0]
+
+
+async def test_a_hand_off_outlasts_a_pause_that_is_longer_than_its_lease(model: Model) -> None:
+    async with (
+        running_worker(model, roles=("prefill",), worker_id="p", lease_s=0.6) as prefiller,
+        running_worker(model, roles=("decode",), worker_id="d", lease_s=0.6) as decoder,
+    ):
+        router = MiniRouter()
+        await router.attach(decoder)
+        request = token_request([10 + (11 * i) % 200 for i in range(1500)])
+        asked = asyncio.ensure_future(router.generate(prefiller, decoder, "r1", request))
+        await eventually(lambda: prefiller.worker.prefill.num_running and prefiller.engine.stats().num_steps)
+        await be(prefiller, PAUSED)
+        await asyncio.sleep(2.5)
+        assert not asked.done()
+        await be(prefiller, RUNNING)
+        await asked
+        assert router.of("r1").output() == reference(model, request)[0]
+        await router.detach()
+
+
+async def test_a_sleeper_sends_no_blocks(decoder: Peer) -> None:
+    await be(decoder, ASLEEP)
+    with pytest.raises(grpc.aio.AioRpcError, match="paused or asleep") as caught:
+        await decoder.control.SendBlocks(worker_pb2.SendBlocksRequest())
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    await be(decoder, RUNNING)

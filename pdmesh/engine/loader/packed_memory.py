@@ -1,6 +1,6 @@
 """The memory of packed weights, given back while a worker sleeps.
 
-    release()   pages of the file   ──► the system may forget them, and reads them again by itself
+    forget()    pages of the file   ──► the system may forget them, and reads them again by itself
                 a copy              ──► given back; the file stays open: another may take its name, but not its content
     restore()   a copy              ◄── read into the same addresses, which kernels and their tables hold
 
@@ -37,9 +37,10 @@ class ReleasedWeights:
         self.num_bytes = sum(end - start for start, end in self._spans)
 
     def forget(self) -> None:
-        """Give the memory back. Raises OSError, after which a part may be gone."""
-        for start, end in self._spans:
-            linux.forget_pages(start, end - start)
+        """Give the memory back, as far as the system takes it."""
+        with contextlib.suppress(OSError):
+            for start, end in self._spans:
+                linux.forget_pages(start, end - start)
 
     def restore(self) -> None:
         """Have the weights again, the same bits; idempotent. Raises OSError or UnusableFile, and may be called again."""
@@ -61,9 +62,9 @@ class ReleasedWeights:
             self._fd = None
 
 
-def release(weights: PackedWeights) -> ReleasedWeights | None:
-    """Give the memory of weights back; nothing may compute with them until they are restored. None: no file holds them, or the
-    system cannot, and they stay."""
+def releasable(weights: PackedWeights) -> ReleasedWeights | None:
+    """Return what gives the memory of weights back, from whose `forget` on nothing may compute with them until they are restored.
+    None: no file holds them, so they stay."""
     if weights.file is None:
         return None
     path, key = Path(weights.file[0]), weights.file[1]
@@ -77,13 +78,7 @@ def release(weights: PackedWeights) -> ReleasedWeights | None:
             fd = os.dup(file.fileno())
     except (OSError, UnusableFile):
         return None
-    released = ReleasedWeights(fd, placed, is_mapped=bool(weights.mapped_bytes))
-    try:
-        released.forget()
-    except OSError:
-        released.restore()
-        return None
-    return released
+    return ReleasedWeights(fd, placed, is_mapped=bool(weights.mapped_bytes))
 
 
 def _writable(placed: Sequence[PlacedTensor]) -> list[PlacedTensor]:

@@ -203,6 +203,9 @@ class WorkerEngine(ServingEngine, Protocol):
     async def resume(self) -> None:
         """Run steps again; idempotent."""
 
+    def check_sleep(self) -> None:
+        """Raise SleepRefused where the engine cannot sleep, whatever it does now."""
+
     async def fall_asleep(self) -> int:
         """Give the memory of KV and weights back while paused and without requests; return the bytes. Raises SleepRefused,
         InvalidState."""

@@ -158,6 +158,9 @@ class BuiltinEngine:
     async def resume(self) -> None:
         await self.calls.resume()
 
+    def check_sleep(self) -> None:
+        self.engine.sleep.check()
+
     async def fall_asleep(self) -> int:
         return await self.calls.call(lambda engine: engine.sleep.fall_asleep())
 

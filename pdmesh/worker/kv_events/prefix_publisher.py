@@ -16,6 +16,7 @@ from pdmesh.engine.errors import EngineStopped
 from pdmesh.runtime.errors import Unavailable
 from pdmesh.text.block_hash import short_name
 from pdmesh.v1 import worker_pb2
+from pdmesh.worker.config import WorkerConfig
 from pdmesh.worker.engines.base import PrefixCache
 
 if TYPE_CHECKING:
@@ -78,3 +79,12 @@ async def list_blocks(
             tier_blocks=map(short_name, tier_hashes[start : start + PART_NAMES]),
             is_last=start + PART_NAMES >= longest,
         )
+
+
+def most_names(config: WorkerConfig) -> int:
+    """Return how many changed blocks the prefix cache keeps for the registry; 0 without one."""
+    if not config.redis:
+        return 0
+    from pdmesh.runtime.registry.block_stream import MAX_NAMES  # redis is imported only for a registry
+
+    return MAX_NAMES

@@ -14,13 +14,16 @@ import re
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, ParamSpec, TypeVar
 
 from pdmesh.engine.loader.hash import cache_folder
 from pdmesh.runtime.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from pdmesh.v1 import worker_pb2
 
+P = ParamSpec("P")
+T = TypeVar("T")
 MAX_FILES = 1024
 MAX_BYTES = 1 << 44
 ABANDONED_S = 24 * 3600.0
@@ -47,7 +50,7 @@ class ReceivedWeights:
         if await asyncio.to_thread(model.is_file):
             remedy = "give a folder that the worker sees (UpdateWeights)"
             raise FailedPrecondition("file", f"the model of this worker is one file, {model.name}; {remedy}")
-        received = ReceivedWeights(await asyncio.to_thread(_folder_for, model, first.num_bytes), first.num_bytes)
+        received = ReceivedWeights(await _to_its_end(_folder_for, model, first.num_bytes), first.num_bytes)
         try:
             await received.take(first)
         except BaseException:
@@ -70,7 +73,7 @@ class ReceivedWeights:
         self._expected = message.sha256
         self._num_left -= len(message.data)
         try:
-            await asyncio.to_thread(self._write, message)
+            await _to_its_end(self._write, message)
         except OSError as error:
             raise ResourceExhausted(f"{self.folder.parent} cannot hold the weights ({error.strerror})") from error
 
@@ -112,6 +115,16 @@ class ReceivedWeights:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+async def _to_its_end(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run `work` in a thread; a cancelled caller waits for it as well, as what it uses must not be closed meanwhile."""
+    running = asyncio.ensure_future(asyncio.to_thread(work, *args, **kwargs))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait((running,))
+        raise
 
 
 def _folder_for(model: Path, num_bytes: int) -> Path:

@@ -22,6 +22,7 @@ from pdmesh.engine.request import EngineRequest
 from pdmesh.runtime.errors import FailedPrecondition, InvalidArgument
 from pdmesh.runtime.files import cache_root_of
 from pdmesh.v1 import common_pb2, worker_pb2
+from pdmesh.worker.config import WorkerConfig
 from pdmesh.worker.engines.base import WorkerEngine
 from pdmesh.worker.token_request import ServedModel
 from pdmesh.worker.weight_updates.received import ReceivedWeights
@@ -41,15 +42,16 @@ class WorkerWeights:
         changed: Callable[[], None],
         depending: tuple[str, ...],
         *,
+        one_at_a_time: asyncio.Lock,
         is_asleep: Callable[[], bool] = lambda: False,
     ) -> None:
         """`served` has the identity, the message that all parts of the worker hold; `changed` is called when it has changed;
-        `depending`: what was made of it for good, in words."""
+        `depending`: what was made of it for good, in words. `one_at_a_time` is held by whoever lets the worker sleep as well."""
         self._is_asleep = is_asleep
         self._engine, self._served, self._changed, self._depending = engine, served, changed, depending
         self._identity = served.identity
         self._model = engine.facts.model
-        self._one_at_a_time = asyncio.Lock()
+        self._one_at_a_time = one_at_a_time
 
     async def update(self, folder: str) -> worker_pb2.UpdateWeightsResponse:
         """Serve UpdateWeights. Raises MeshError."""
@@ -72,9 +74,13 @@ class WorkerWeights:
         except BaseException:
             await asyncio.to_thread(received.remove)
             raise
-        task = asyncio.create_task(self._update(str(received.folder)), name="weights")
-        task.add_done_callback(lambda _: received.remove())  # also where the caller has left
-        return await asyncio.shield(task)
+        return await asyncio.shield(asyncio.create_task(self._use(received), name="weights"))  # also where the caller leaves
+
+    async def _use(self, received: ReceivedWeights) -> worker_pb2.UpdateWeightsResponse:
+        try:
+            return await self._update(str(received.folder))
+        finally:
+            await asyncio.to_thread(received.remove)
 
     def _check_may(self) -> None:
         """Raise FailedPrecondition while this worker takes no other weights."""
@@ -117,3 +123,10 @@ class WorkerWeights:
         identity.weights_hash = weights_hash
         root = cache_root_of(identity, self._served.layout.kv_dtype, tenant=wire.tenant, cache_salt=wire.cache_salt)
         return replace(request, weights_hash=weights_hash, cache_root=root)
+
+
+def made_of_identity(config: WorkerConfig) -> tuple[str, ...]:
+    """Return what a worker makes of its identity at its start and keeps, in words."""
+    tiers, events = config.tiers, config.kv_event_settings
+    found = {"KV tiers": bool(tiers.kv_host_gb or tiers.kv_disk or tiers.kv_store), "KV events": events.is_wanted}
+    return tuple(what for what, is_so in found.items() if is_so)

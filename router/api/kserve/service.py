@@ -14,7 +14,7 @@ from pdmesh.third_party.kserve.grpc_service_pb2_grpc import (
     GRPCInferenceServiceServicer,
     add_GRPCInferenceServiceServicer_to_server,
 )
-from pdmesh.v1 import mesh_pb2
+from pdmesh.v1 import mesh_pb2, worker_pb2
 from router.api.frontend import Frontend, RequestMetadata, fill_options
 from router.api.kserve import tensors
 from router.api.kserve.requests import Ask, check_version
@@ -190,8 +190,13 @@ class InferenceService(GRPCInferenceServiceServicer):
         return self._frontend.generate(ask.message, limit, metadata=metadata)
 
     def _ready(self) -> dict[str, bool]:
-        """Return, for each model that is served here, whether a worker decodes it now."""
-        return {model.name: self._frontend.is_ready and model.num_decode_workers > 0 for model in self._frontend.models().models}
+        """Return, for each model that is served here, whether a worker decodes it now, or will when it runs again."""
+        stopped, is_ready = self._frontend.core.fleet.is_stopped, self._frontend.is_ready
+        models = self._frontend.models().models
+        return {
+            model.name: is_ready and (model.num_decode_workers > 0 or stopped(model.name, worker_pb2.ROLE_DECODE))
+            for model in models
+        }
 
     def _check_model(self, name: str, version: str) -> None:
         check_version(version)
