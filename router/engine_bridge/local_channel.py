@@ -34,7 +34,11 @@ class LocalChannel:
 
     def unary_unary(self, path: str, *_: object, **__: object) -> Callable[..., Coroutine[Any, Any, Any]]:
         """Return the function that calls the method."""
-        return partial(self._unary, path)
+        return partial(self._unary, path, "unary_unary")
+
+    def stream_unary(self, path: str, *_: object, **__: object) -> Callable[..., Coroutine[Any, Any, Any]]:
+        """Return the function that calls the method with an iterator of requests."""
+        return partial(self._unary, path, "stream_unary")
 
     def unary_stream(self, path: str, *_: object, **__: object) -> Callable[..., LocalCall]:
         """Return the function that opens the method's stream for a request."""
@@ -49,10 +53,12 @@ class LocalChannel:
         for call in tuple(self._calls):
             call.cancel()
 
-    async def _unary(self, path: str, request: object, *, timeout: float | None = None, metadata: object = None) -> Any:
+    async def _unary(
+        self, path: str, kind: str, request: object, *, timeout: float | None = None, metadata: object = None
+    ) -> Any:
         try:
             async with asyncio.timeout(timeout):
-                return await self._handler(path).unary_unary(request, None)
+                return await getattr(self._handler(path), kind)(request, None)
         except Exception as error:
             raise _rpc_error(error) from error
 

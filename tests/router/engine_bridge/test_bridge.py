@@ -84,6 +84,21 @@ async def test_it_says_what_it_is(model_folder: Path) -> None:
         await eventually(lambda: (view()[0].num_seqs, view()[0].num_free_blocks) == (0, 1000))
 
 
+async def test_what_a_stock_engine_cannot_do_is_refused(model_folder: Path) -> None:
+    async with bridged(model_folder) as mesh:
+        stub = mesh.front.stub
+        paused = worker_pb2.SetServingRequest(state=worker_pb2.SERVING_STATE_PAUSED)
+        calls = (
+            stub.UpdateWeights(mesh_pb2.MeshUpdateWeightsRequest(folder=str(model_folder))),
+            stub.SendWeights(iter([worker_pb2.SendWeightsRequest(num_bytes=1)])),
+            stub.SetServing(mesh_pb2.MeshSetServingRequest(serving=paused)),
+        )
+        for call in calls:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await call
+            assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
 async def test_a_client_that_leaves_frees_the_engine(model_folder: Path) -> None:
     async with bridged(model_folder) as mesh:
         _, reader, _ = await begun(mesh, request(n=2), 4)
