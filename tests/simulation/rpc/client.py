@@ -56,6 +56,9 @@ class Channel:
     def unary_unary(self, path: str, request_serializer: Any = None, response_deserializer: Any = None, **_: Any) -> Any:
         return self._method(UnaryCall, path, request_serializer, response_deserializer, streams=False)
 
+    def stream_unary(self, path: str, request_serializer: Any = None, response_deserializer: Any = None, **_: Any) -> Any:
+        return self._method(UnaryCall, path, request_serializer, response_deserializer, streams=True)
+
     def unary_stream(self, path: str, request_serializer: Any = None, response_deserializer: Any = None, **_: Any) -> Any:
         return self._method(StreamCall, path, request_serializer, response_deserializer, streams=False)
 
@@ -208,9 +211,18 @@ class Call:
 
     def feed(self, requests: Any) -> None:
         async def run() -> None:
-            async for request in requests:
-                await self.write(request)
-            await self.done_writing()
+            try:
+                if hasattr(requests, "__aiter__"):
+                    async for request in requests:
+                        await self.write(request)
+                else:
+                    for request in requests:
+                        await self.write(request)
+                await self.done_writing()
+            except (asyncio.InvalidStateError, grpc.aio.AioRpcError):
+                return  # the call is over: its reader gets the status
+            except Exception:  # noqa: BLE001  as gRPC does
+                self.cancel()
 
         self._feeding = asyncio.ensure_future(run())
 
