@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from benchmarks.harness import MODEL, Measured, Options, Suite
-from benchmarks.kubernetes import picking, prefixes, weights
+from benchmarks.kubernetes import picking, prefixes, sleep, weights
 
 PARTS: Mapping[str, Callable[[Options], Measured]] = {
     "picking": picking.figures,
     "prefixes": prefixes.figures,
     "weights": weights.figures,
+    "sleep": sleep.figures,
 }
 SUITE = Suite("kubernetes", tuple(PARTS), {"model": MODEL})
 

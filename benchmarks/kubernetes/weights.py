@@ -46,11 +46,12 @@ def noisy(folder: Path, model: Path) -> Path:
 
 @dataclass
 class Seen:
-    """What came of the load. `gaps_s`: between tokens of one answer."""
+    """What came of the load. `gaps_s`: between tokens of one answer; `num_tokens`: of all."""
 
     answers: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     gaps_s: list[float] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
+    num_tokens: int = 0
 
 
 PROMPTS = [
@@ -70,6 +71,7 @@ async def ask(client: AsyncClient, place: int, seen: Seen) -> tuple[int, ...]:
                 if last:
                     seen.gaps_s.append(now - last)
                 last, tokens = now, [*tokens, *event.token_ids]
+                seen.num_tokens += len(event.token_ids)
     return tuple(tokens)
 
 
