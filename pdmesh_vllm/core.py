@@ -78,6 +78,7 @@ class VllmCore:
         self._work = NO_WORK
         self._lost: list[Choice] = []  # prefill_only, preempted in the running step
         self._has_changed = False  # something may be scheduled that could not be before
+        self._is_paused = False
         link.on_granted, link.on_plan, link.layer_done = self._granted, self._planned, self._layer_done
         link.on_asked = self._asked
         link.is_awaited = lambda: self.exports.is_announcing
@@ -96,7 +97,7 @@ class VllmCore:
         return self._reserved(request)
 
     def _reserved(self, request: EngineRequest) -> Future[ReservedBlocks | None]:
-        group = self._opened(request, State.RESERVING)
+        group = None if self._is_paused else self._opened(request, State.RESERVING)
         answer: Future[ReservedBlocks | None] = Future()
         if group is None:
             answer.set_result(None)
@@ -169,6 +170,12 @@ class VllmCore:
         for choice in group.choices:
             self._drop(choice, group)
         return True
+
+    def set_paused(self, *, is_paused: bool) -> None:
+        """Have no reservation wait for a step that does not come: those that wait, and later ones, find no room."""
+        self._is_paused = is_paused
+        for request_id in [name for name, group in self._groups.items() if is_paused and group.pending is not None]:
+            self.release(request_id)
 
     def abandon(self, reason: str) -> None:
         """Fail the reservations that wait for blocks, once the thread has ended: no step will answer them."""

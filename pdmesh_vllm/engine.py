@@ -169,8 +169,10 @@ class VllmEngine:
 
     async def pause(self) -> None:
         await self.calls.pause()
+        await self.calls.call(lambda core: core.set_paused(is_paused=True))
 
     async def resume(self) -> None:
+        await self.calls.call(lambda core: core.set_paused(is_paused=False))
         await self.calls.resume()
 
     def check_sleep(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
@@ -56,7 +57,7 @@ class HandoffTools:
     num_steps: Callable[[], int]  # the engine's steps so far
     notify_every: Callable[[int], None]  # sets the number of layers of a step between calls of `on_ready`
     pushed: Callable[[PushResult, int], None] = lambda result, exposed_ns: None  # called after each hand-off that succeeded
-    longest_step_s: Callable[[], float] = lambda: 0.0  # how long a step of the engine may be expected to take
+    longest_step_s: Callable[[], float] = lambda: 0.0  # how long a step of the engine may be expected to take; inf: it is paused
     sources: KVSources | None = None  # None: what is not in the pool is computed
 
 
@@ -169,7 +170,8 @@ class Handoff:
         fetched or restored, because that will free blocks."""
         stats = await self._tools.engine.stats()
         is_moving = self._tools.sources is not None and self._tools.sources.is_moving
-        return None if stats.num_running or stats.num_held or is_moving else stats.num_steps
+        is_paused = self._tools.longest_step_s() == math.inf
+        return None if stats.num_running or stats.num_held or is_moving or is_paused else stats.num_steps
 
     async def _outcome(self, first: FirstTokens) -> prefill_pb2.HandoffOutcome:
         assert self._push is not None, "the KV of a prefill that drew its first token is ready"

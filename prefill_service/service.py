@@ -137,6 +137,7 @@ class PrefillServicer(PrefillServiceServicer):
         self._serial = itertools.count(1)
         self._running: set[Handoff] = set()
         self._embedding: set[asyncio.Task[object]] = set()
+        self._given_up: set[asyncio.Task[object]] = set()  # of those, by `abandon`
         self._idle = asyncio.Event()
         self._idle.set()
         self.num_handoff_failures = 0
@@ -144,6 +145,11 @@ class PrefillServicer(PrefillServiceServicer):
     @property
     def num_running(self) -> int:
         return len(self._running)
+
+    @property
+    def num_held(self) -> int:
+        """Return what holds blocks of the engine, or waits for some: hand-offs and embeddings."""
+        return len(self._running) + len(self._embedding)
 
     async def Prefill(
         self, request: prefill_pb2.PrefillRequest, context: _ServicerContext
@@ -175,7 +181,14 @@ class PrefillServicer(PrefillServiceServicer):
         try:
             wanted = await embedding_request(request, self._validator.translate, f"e:{request.request_id}:{next(self._serial)}")
             return await embed(self._tools.engine, self._tools.sinks, wanted, received_ns, request.time_left_ms)
+        except asyncio.CancelledError:
+            if task not in self._given_up:
+                raise
+            task.uncancel()  # else the call would get no status, and its router wait for one
+            self._check_new_work()
+            raise Unavailable("this worker gave the embedding up; ask another", retry_delay_s=0.1) from None
         finally:
+            self._given_up.discard(task)
             self._embedding.discard(task)
             self._settle()
 
@@ -199,7 +212,8 @@ class PrefillServicer(PrefillServiceServicer):
         """Cancel all hand-offs and embeddings, and wait until their blocks are released."""
         for handoff in list(self._running):
             handoff.cancel()
-        for embedding in list(self._embedding):
+        for embedding in self._embedding - self._given_up:
+            self._given_up.add(embedding)
             embedding.cancel()
         await self._idle.wait()
 

@@ -5,6 +5,7 @@ the prefill has nothing to send, before the commit. Timeouts count from the last
 """
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -481,10 +482,11 @@ class Push:
         """Wait for progress of the prefill; return True if there was none for a while although the engine is not stuck: it makes
         steps, or the step that it is in may last so long."""
         has_moved, num_steps, now = await job.feed.changed(self._alive_s), job.num_steps(), time.monotonic()
-        if has_moved or num_steps != self._num_steps_seen:
+        longest_s = job.longest_step_s()
+        if has_moved or num_steps != self._num_steps_seen or longest_s == math.inf:  # paused: its time begins when it runs again
             self._moved_at = now
         if has_moved:
             return False
-        is_stuck = num_steps == self._num_steps_seen and now - self._moved_at >= PATIENCE_STEPS * job.longest_step_s()
+        is_stuck = num_steps == self._num_steps_seen and now - self._moved_at >= PATIENCE_STEPS * longest_s
         self._num_steps_seen = num_steps
         return not is_stuck

@@ -238,11 +238,11 @@ class Client(_Base):
         """Do `update_weights` with the .safetensors files of a folder of this machine, which are sent to the workers. It is not
         tried again by itself. Raises ValueError or OSError about the folder."""
         self._check_open()
-        messages = messages_of(*files_of(Path(folder)), model)
+        messages = Readable(messages_of(*files_of(Path(folder)), model))
         try:
             return self._stubs[self._preference.address].SendWeights(messages, timeout=timeout, metadata=self._metadata)
         except grpc.RpcError as error:
-            raise error_from_rpc(error) from error
+            raise messages.error or error_from_rpc(error) from error
 
     def set_serving(
         self,

@@ -48,10 +48,13 @@ class EngineSleep:
                 raise InvalidState(f"{pool.num_total - pool.num_free} KV blocks are in use")
             pool.forget_all()  # first: no hash may name a block whose content is gone
             self._versions.drop_earlier()
+            pool.is_closed = True  # what asks for blocks now finds none
         try:
-            freed = self._kv.forget()  # without the lock: it takes a second for tens of GB, and nothing uses the pool
+            freed = self._kv.forget()  # without the lock: it takes a second for tens of GB
         except OSError as error:
             raise SleepRefused(f"state: the KV pool cannot be given back ({error.strerror}); pause the worker") from error
+        finally:
+            pool.is_closed = False
         self.is_asleep = True
         model = self._versions.current.model
         self._released = releasable(model.weights) if isinstance(model, NativeModel) else None

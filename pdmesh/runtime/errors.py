@@ -36,6 +36,8 @@ CONTEXT_OVERFLOW = "context_length_exceeded"
 shorten it. OpenAI's `code` has the same name."""
 TOO_MANY_CHOICES = "too_many_choices"
 """The `reason` of RESOURCE_EXHAUSTED where more choices are asked for than any worker runs at a time."""
+STOPPED = "stopped"
+"""The `reason` of UNAVAILABLE where a worker is paused or asleep: it is at no fault, and takes requests again when it runs."""
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from pdmesh.engine.errors import EngineStopped
 from pdmesh.engine.outputs import StepResult
 from pdmesh.runtime.addresses import join_address
 from pdmesh.runtime.config import ConfigError
-from pdmesh.runtime.errors import Unavailable
+from pdmesh.runtime.errors import ResourceExhausted
 from pdmesh.runtime.process import new_epoch
 from pdmesh.runtime.rpc.channel import PATIENT, Channels
 from pdmesh.runtime.rpc.mesh_secret import MeshSecret, is_loopback, open_secret
@@ -123,7 +123,7 @@ class Worker:
             finish=self._finished_within,
             give_up=self._give_up,
             flush=self._flush_tiers,
-            num_requests=lambda: len(self.decode.reservations.active) + self.prefill.num_running,
+            num_requests=lambda: len(self.decode.reservations.active) + self.prefill.num_held,
             one_at_a_time=self._state_change,
         )
 
@@ -186,9 +186,9 @@ class Worker:
         return self.description.info()
 
     async def _send_blocks(self, request: worker_pb2.SendBlocksRequest) -> worker_pb2.SendBlocksResponse:
-        """Serve SendBlocks. Raises Unavailable while nothing is computed here: a sleeper has no blocks."""
+        """Serve SendBlocks. Raises ResourceExhausted while nothing is computed here: a sleeper has no blocks."""
         if not self.gate.is_running:
-            raise Unavailable("this worker is paused or asleep; compute the prompt", retry_delay_s=1.0)
+            raise ResourceExhausted("this worker is paused or asleep; compute the prompt", retry_delay_s=1.0)
         return await self.block_sender.send(request)
 
     async def set_roles(self, roles: frozenset[Role], drain_timeout_s: float) -> None:
@@ -244,7 +244,7 @@ class Worker:
             if worker_pb2.ROLE_PREFILL in roles:
                 await self.prefill.abandon()
             if worker_pb2.ROLE_DECODE in roles:
-                await self.decode.abandon(reason)
+                await self.decode.abandon(reason, is_fault=self.serving.is_computing)
 
     async def _finished_within(self, timeout_s: float) -> bool:
         """Wait for the end of all requests; return whether they have ended."""
@@ -346,6 +346,7 @@ class Worker:
             made_of_identity(self._config),
             one_at_a_time=self._state_change,
             is_asleep=lambda: self.gate.serving == worker_pb2.SERVING_STATE_ASLEEP,
+            is_finishing=lambda: self.serving.is_computing and not self.gate.is_running,
         )
 
     def _block_sender(self, served_model: ServedModel) -> BlockSender:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
-from pdmesh.runtime.errors import FailedPrecondition, InvalidArgument, Unavailable
+from pdmesh.runtime.errors import STOPPED, FailedPrecondition, InvalidArgument, Unavailable
 from pdmesh.v1 import worker_pb2
 
 Role: TypeAlias = "worker_pb2.Role.ValueType"
@@ -46,7 +46,7 @@ class RoleGate:
         if self.draining:
             raise Unavailable("this worker is draining and takes no new work; choose another", retry_delay_s=0.1)
         if not self.is_running:
-            raise Unavailable("this worker is paused or asleep; choose another, or wait for it", retry_delay_s=0.1)
+            raise Unavailable("this worker is paused or asleep; choose another, or wait", retry_delay_s=0.1, reason=STOPPED)
         if role not in self._roles:
             have = ", ".join(_NAME_OF[have] for have in self.roles)
             raise FailedPrecondition("roles", f"this worker has the roles {have}, not {_NAME_OF[role]}; choose another")

@@ -57,6 +57,7 @@ class WorkerServing:
         self._engine, self._gate, self._changed = engine, gate, changed
         self._finish, self._give_up, self._flush, self._num_requests = finish, give_up, flush, num_requests
         self._one_at_a_time = one_at_a_time
+        self._num_calls = 0
         self._overtaken = asyncio.Event()  # set when another change comes while one waits for requests to end
         self.is_computing = True
 
@@ -67,15 +68,17 @@ class WorkerServing:
         if request.timeout_ms > MAX_FINISH_MS:
             raise InvalidArgument("timeout_ms", f"{request.timeout_ms} is more than a day ({MAX_FINISH_MS})")
         finish_s = (request.timeout_ms / 1000 or DEFAULT_FINISH_S) if request.finish_running else 0.0
+        self._num_calls += 1
         self._overtaken.set()  # a change that waits for requests to end does not keep this one waiting
         # In a task of its own: a caller that leaves must not end a change half-way.
-        return await asyncio.shield(asyncio.create_task(self._set(request.state, finish_s), name="serving"))
+        return await asyncio.shield(asyncio.create_task(self._set(request.state, finish_s, self._num_calls), name="serving"))
 
-    async def _set(self, state: ServingState, finish_s: float) -> worker_pb2.SetServingResponse:
+    async def _set(self, state: ServingState, finish_s: float, number: int) -> worker_pb2.SetServingResponse:
         async with self._one_at_a_time:
             if self._gate.draining:
                 raise FailedPrecondition("state", "this worker is about to stop")
-            self._overtaken.clear()
+            if number == self._num_calls:  # else a later one waits already
+                self._overtaken.clear()
             freed, began, before = 0, time.monotonic(), self._gate.serving
             if state == _ASLEEP:
                 freed = await self._fall_asleep(finish_s)
@@ -94,20 +97,25 @@ class WorkerServing:
             return worker_pb2.SetServingResponse(state=state, freed_bytes=freed, num_requests=num_requests)
 
     async def _pause(self, finish_s: float) -> None:
-        was_running = self._gate.serving == _RUNNING
+        was_computing, before = self.is_computing, self._gate.serving
         self._enter(_PAUSED)
-        if finish_s and was_running:
-            await self._finished(finish_s)
+        try:
+            if finish_s and was_computing:
+                await self._finished(finish_s)
+        except BaseException:
+            self._enter(before)
+            raise
         await self._stop_computing()
 
     async def _fall_asleep(self, finish_s: float) -> int:
         before = self._gate.serving
         if before == _ASLEEP:
             return 0
+        was_computing = self.is_computing
         try:
             self._engine.check_sleep()  # before any request is given up for nothing
             self._enter(_ASLEEP)
-            if before == _RUNNING and finish_s:
+            if was_computing and finish_s:
                 await self._finished(finish_s)
             await self._stop_computing()  # else what is given up would be released behind the step that computes it
             self._gate.gives_up = True
@@ -116,7 +124,7 @@ class WorkerServing:
             await self._flush()
             return await self._released()
         except BaseException as error:
-            if before == _RUNNING:
+            if was_computing:
                 await self._compute()
             self._enter(before)
             if isinstance(error, SleepRefused):
@@ -132,6 +140,8 @@ class WorkerServing:
             await asyncio.wait((finishing, overtaken), return_when=asyncio.FIRST_COMPLETED)
             if not finishing.done():
                 raise Aborted("another SetServing came while this one waited for requests to end")
+            if self._gate.draining:
+                raise FailedPrecondition("state", "this worker is about to stop")
         finally:
             finishing.cancel()
             overtaken.cancel()

@@ -66,16 +66,13 @@ class ModelChanges:
         readers = {worker: fan_out.reader() for worker in self._reachable(model)}
 
         async def send(worker: Worker) -> worker_pb2.UpdateWeightsResponse:
-            try:
-                done = await worker.control.SendWeights(readers[worker], timeout=SEND_TIMEOUT_S)
-            finally:
-                readers[worker].close()
+            done = await worker.control.SendWeights(readers[worker], timeout=SEND_TIMEOUT_S)
             worker.has_weights(done.identity.weights_hash)
             return done
 
         passing = asyncio.create_task(fan_out.run(messages), name="pass weights on")
         try:
-            return _told_weights(await self._all(model, send))
+            return _told_weights(await self._all(model, send, lambda worker: readers[worker].close()))
         finally:
             passing.cancel()
             await asyncio.gather(passing, return_exceptions=True)
@@ -105,12 +102,15 @@ class ModelChanges:
         return mesh_pb2.MeshSetServingResponse(workers=told)
 
     async def _all(
-        self, model: str, call: Callable[[Worker], Coroutine[object, object, T]]
+        self,
+        model: str,
+        call: Callable[[Worker], Coroutine[object, object, T]],
+        ended: Callable[[Worker], None] = lambda _worker: None,
     ) -> Sequence[tuple[Worker, T | MeshError]]:
-        """Return what each worker of the model answered, those out of reach included. Raises the MeshError of the first where all
-        failed."""
+        """Return what each worker of the model answered, those out of reach included; `ended` is called when one has, or is lost.
+        Raises the MeshError of the first where all failed."""
         workers = self._reachable(model)
-        answers = await asyncio.gather(*(_answer(worker, call) for worker in workers))
+        answers = await asyncio.gather(*(_answer(worker, call, ended) for worker in workers))
         failed = [answer for answer in answers if isinstance(answer, MeshError)]
         if len(failed) == len(answers):
             raise failed[0]
@@ -143,14 +143,18 @@ def _told_weights(
     return mesh_pb2.MeshUpdateWeightsResponse(weights_hash=hashes.most_common(1)[0][0], workers=told)
 
 
-async def _answer(worker: Worker, call: Callable[[Worker], Coroutine[object, object, T]]) -> T | MeshError:
+async def _answer(
+    worker: Worker, call: Callable[[Worker], Coroutine[object, object, T]], ended: Callable[[Worker], None]
+) -> T | MeshError:
     """Return what the worker answers, or why it does not: one that is lost keeps nobody waiting."""
-    if worker.current is None:
-        return _away()
     try:
+        if worker.current is None:
+            return _away()
         return await unless(worker.current.lost, call(worker)) or _away()
     except grpc.aio.AioRpcError as error:
         return error_from_rpc(error)
+    finally:
+        ended(worker)
 
 
 def _away() -> MeshError:

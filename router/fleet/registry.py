@@ -6,6 +6,7 @@ registry removes no worker; a worker is dropped when it is unregistered, not sta
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -54,6 +55,8 @@ class ContextLimits:
 
 
 SWEEP_PERIOD_S = 1.0
+STOPPED_FOR_S = 0.05
+"""For how long the list of stopped workers is good."""
 MIN_SWEEP_GAP_S = 0.05
 
 logger = logging.getLogger(__name__)
@@ -73,6 +76,7 @@ class FleetRegistry:
         self._report_period_ms = report_period_ms
         self._forget_s = forget_s
         self._workers: dict[str, Worker] = {}
+        self._stopped: tuple[float, list[Worker]] = (-math.inf, [])  # when they were last looked for (monotonic seconds)
         self._fleet_snapshot = FleetSnapshot()
         self._outdated: set[str] = set()
         self._decodes_at = ""  # the address of a worker that could take a request when that was asked last
@@ -148,6 +152,14 @@ class FleetRegistry:
     def serves(self, model: str) -> bool:
         """Return whether any worker of `model` is alive, in whatever role."""
         return any(view.model == model for view in self.views())
+
+    @property
+    def stopped(self) -> list[Worker]:
+        """Return the workers that are paused or asleep."""
+        now = time.monotonic()
+        if now - self._stopped[0] > STOPPED_FOR_S:  # each request that waits asks
+            self._stopped = now, [worker for worker in self._workers.values() if worker.is_stopped]
+        return self._stopped[1]
 
     @property
     def is_any_stopped(self) -> bool:

@@ -54,7 +54,10 @@ class DecodeStage:
         request.session, request.ran_on = session, session.info
         since_ns, since_steps = now_ns(), _num_steps(request, session)
         asked = request.move = asyncio.get_running_loop().create_future()
-        await asyncio.wait((session.ended, asked), return_when=asyncio.FIRST_COMPLETED)
+        try:
+            await asyncio.wait((session.ended, asked), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            request.was_stopped |= session.incarnation.was_stopped_since(since_ns / 1e9)
         self._note_step_time(request, session, since_ns, since_steps)
         if session.ended.done():
             _raise(session)

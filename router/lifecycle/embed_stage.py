@@ -10,7 +10,15 @@ from collections.abc import Container, Sequence
 
 import grpc.aio
 
-from pdmesh.runtime.errors import DeadlineExceeded, MeshError, ResourceExhausted, Unavailable, Unimplemented, error_from_rpc
+from pdmesh.runtime.errors import (
+    STOPPED,
+    DeadlineExceeded,
+    MeshError,
+    ResourceExhausted,
+    Unavailable,
+    Unimplemented,
+    error_from_rpc,
+)
 from pdmesh.v1 import common_pb2, mesh_pb2, prefill_pb2, worker_pb2
 from router.context import RouterContext, time_left_ms, time_left_s
 from router.fleet.change_notifier import unless
@@ -74,7 +82,7 @@ class EmbedStage:
                     raise
                 errors.append(error)
                 refused.add(found[0].key)
-                if error.code not in _NO_FAULT and not found[2].is_stopped:
+                if error.code not in _NO_FAULT and error.reason != STOPPED and not found[2].is_stopped:
                     is_lost = found[2].lost.is_set()
                     self._core.health_recorder.failed(found[0].key, Role.PREFILL, error.message, lost=is_lost)
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from pdmesh.runtime.errors import (
     CONTEXT_OVERFLOW,
+    STOPPED,
     TOO_MANY_CHOICES,
     DeadlineExceeded,
     FailedPrecondition,
@@ -26,7 +27,7 @@ from router.fleet.change_notifier import wait_at_most
 from router.fleet.circuit_breaker import Role
 from router.fleet.incarnation import Incarnation
 from router.fleet.worker import Dispatched, Worker
-from router.lifecycle.decode_session import DecodeSession, WorkerLost
+from router.lifecycle.decode_session import DecodeSession, GivenBack, WorkerLost
 from router.lifecycle.kv_holder import local_holder
 from router.lifecycle.request import Assignment, Dispatch, PrefillTarget, Request
 from router.routing import worker_reports
@@ -174,7 +175,9 @@ class PlaceStage:
                 dispatch.timings.queued(search.waiting_ns)  # the time of the try is route, reserve or retry time
                 search.begin_try()
                 return
-            if not self._is_stopped(dispatch) and loop.time() - search.began_s > self._core.config.room_timeout_s:
+            if self._waits_for_stopped(dispatch, alone=True):
+                continue
+            if loop.time() - search.began_s > self._core.config.room_timeout_s:
                 raise ResourceExhausted(
                     "the line for room on decode workers did not move; retry later", retry_delay_s=ROOM_RETRY_DELAY_S
                 )
@@ -196,22 +199,34 @@ class PlaceStage:
         search = dispatch.search
         self._core.capacity_queue.failed(dispatch.queue_key)
         search.waiting_ns = timings.now_ns()
-        if not self._is_stopped(dispatch):
+        if nothing.full or not self._waits_for_stopped(dispatch):
             self._check_limit(nothing, dispatch, asyncio.get_running_loop().time() - search.began_s)
         await asyncio.sleep(MIN_RETRY_GAP_S)
         await wait_at_most(search.change, RETRY_PERIOD_S)
 
-    def _is_stopped(self, dispatch: Dispatch) -> bool:
-        """Return whether the request waits for a worker that is paused or asleep: the other limits begin when it runs again.
-        Raises Unavailable when it has waited for too long."""
-        search, prepared, limit_s = dispatch.search, dispatch.request.prepared, self._core.config.paused_timeout_s
-        name, is_stopped = prepared.model.name, self._core.fleet.is_stopped
-        needs_prefill = prepared.mode is Mode.REMOTE
-        if not (is_stopped(name, worker_pb2.ROLE_DECODE) or (needs_prefill and is_stopped(name, worker_pb2.ROLE_PREFILL))):
+    def _waits_for_stopped(self, dispatch: Dispatch, *, alone: bool = False) -> bool:
+        """Return whether a worker that is paused or asleep could take the request: then other limits begin when it runs again.
+        `alone`: and no decode worker of the model runs, whose room it waits for. Raises Unavailable when it has waited for
+        too long."""
+        search, request, fleet = dispatch.search, dispatch.request, self._core.fleet
+        name = request.prepared.model.name
+        takers = [worker.last.load.roles for worker in fleet.stopped if worker.last is not None and _could_take(worker, dispatch)]
+        if not takers:
             return False
+        running = [view for view in fleet.views() if view.model == name]
+        decodes = any(view.decode for view in running)
+        prefills = request.prepared.mode is not Mode.REMOTE or any(view.prefill for view in running)
+        if alone and decodes:
+            return False
+        lacking = [
+            role for role, is_there in ((worker_pb2.ROLE_DECODE, decodes), (worker_pb2.ROLE_PREFILL, prefills)) if not is_there
+        ]
+        if not all(any(role in roles for roles in takers) for role in lacking or [worker_pb2.ROLE_DECODE]):
+            return False
+        request.was_stopped = True
         search.began_s = now = asyncio.get_running_loop().time()
-        if now - search.entered_s > limit_s:
-            text = f"workers of {prepared.model.name!r} are paused or asleep; waited {now - search.entered_s:.0f} s"
+        if now - search.entered_s > self._core.config.paused_timeout_s:
+            text = f"workers of {name!r} are paused or asleep; waited {now - search.entered_s:.0f} s"
             raise Unavailable(f"{text}, see `pdmesh status`", retry_delay_s=ROOM_RETRY_DELAY_S)
         return True
 
@@ -313,6 +328,9 @@ class ReserveStage:
             if isinstance(error, FailedPrecondition) and session.delivered:
                 return replace(failed, prefill=None)  # decoding runs already: the attempt before has succeeded after all
             said = "was refused" if isinstance(error, FailedPrecondition) else "failed"
+            ended = session.ended.result() if session.ended.done() else None
+            if isinstance(ended, GivenBack) or session.incarnation.is_stopped:
+                raise GivenBack(f"{session.info.worker_id} is paused or asleep: {error.message}") from error
             raise WorkerLost(f"attempt {session.attempt} on {session.info.worker_id} {said}: {error.message}") from error
         return replace(failed, reservation=reservation, emitted=emitted)
 
@@ -332,7 +350,9 @@ class ReserveStage:
             session.refused()
         else:
             logger.warning("Submit of %s to %s: %s %s", session.wire_id, session.info.worker_id, error.code.name, error.message)
-            if not isinstance(error, (DeadlineExceeded, FailedPrecondition)) and not session.incarnation.is_stopped:
+            if not isinstance(error, (DeadlineExceeded, FailedPrecondition)) and not (
+                error.reason == STOPPED or session.incarnation.is_stopped
+            ):
                 is_lost = session.incarnation.lost.is_set()
                 request.lost_on.add(session.info.revision)
                 self._core.health_recorder.failed(session.key, Role.DECODE, error.message, lost=is_lost)
@@ -342,6 +362,18 @@ class ReserveStage:
 
 
 # Helpers of the stages of a dispatch.
+
+
+def _could_take(worker: Worker, dispatch: Dispatch) -> bool:
+    """Return whether a worker, by its last report, could decode the request if it ran, or for REMOTE compute its prompt."""
+    last, prepared = worker.last, dispatch.request.prepared
+    if last is None or last.info.identity.model != prepared.model.name or dispatch.kind not in (None, kind_of(last.info)):
+        return False
+    if prepared.adapter is not None and prepared.adapter not in last.adapters:
+        return False
+    if worker_pb2.ROLE_DECODE in last.load.roles:
+        return len(prepared.prompt) <= last.info.max_context and prepared.num_choices <= last.info.max_num_seqs
+    return prepared.mode is Mode.REMOTE and worker_pb2.ROLE_PREFILL in last.load.roles
 
 
 def next_prefill(core: RouterContext, dispatch: Dispatch) -> PrefillTarget | None:

@@ -258,6 +258,7 @@ class PrefillCall:
     def _take_first_tokens(self, first: prefill_pb2.FirstTokens) -> None:
         prefill, fetch_s = self._prefill, first.timings.fetch_ns / 1e9
         seconds = max(0.0, asyncio.get_running_loop().time() - self._began - fetch_s)  # a slow holder makes it no slow worker
+        self._request.was_stopped |= self._was_stopped
         if not self._was_stopped:
             self._core.health_recorder.took(prefill.key, Role.PREFILL, self._slowness(seconds))
             if not self._dispatch.started and not fetch_s and not first.timings.restore_ns:  # else an unknown part is cached

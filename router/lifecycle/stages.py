@@ -186,7 +186,7 @@ class AccountStage:
         if request.is_complete:
             error = None  # a client that closes the stream after its last message has not left early
         try:
-            if request.is_complete:
+            if request.is_complete and not request.was_stopped:
                 self._learn(request)
         finally:
             self._release(request, error)
@@ -218,7 +218,7 @@ class AccountStage:
     def _report(self, request: Request, error: BaseException | None) -> None:
         prepared, trace, parts = request.prepared, request.trace, request.timings.parts
         trace.ended(request.timings, request.brought, error)
-        if request.decision is not None:
+        if request.decision is not None and not request.was_stopped:
             decode = request.decision.placement.decode
             self._core.rollouts.ended(decode, error, parts.ttft_ns / 1e9, parts.tpot_ns / 1e9, request.lost_on)
         self._core.metrics.ended(
@@ -506,6 +506,7 @@ class Pipeline:
         """Record the loss; the next dispatch avoids the worker. Raises Unavailable after too many losses."""
         parts, tracker = request.timings.parts, request.tracker
         logger.warning("%s: %s; %d tokens are out, it goes on elsewhere", session.wire_id, loss, tracker.num_tokens)
+        request.was_stopped |= isinstance(loss, GivenBack)
         if not isinstance(loss, GivenBack):
             self._core.health_recorder.failed(session.key, Role.DECODE, str(loss), lost=session.incarnation.lost.is_set())
             request.lost_on.add(session.info.revision)

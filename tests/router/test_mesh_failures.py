@@ -313,6 +313,17 @@ async def test_all_that_wait_for_a_stopped_worker_outlast_the_limits_for_others(
         assert [answer.tokens() for answer in answers] == [expected(8)] * 6
 
 
+async def test_what_only_a_stopped_worker_lacks_is_refused_as_ever(model_folder: Path) -> None:
+    """A stopped worker that could not take a request either suspends no limit for it."""
+    async with running_mesh(model_folder, prefill=0, decode=2, place_timeout_s=0.1, room_timeout_s=0.5) as mesh:
+        mesh["d0"].serving_state = worker_pb2.SERVING_STATE_PAUSED
+        await eventually(lambda: len(mesh.router.core.fleet.views()) == 1)
+        assert (await mesh.generate(request())).tokens() == expected(8)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await mesh.generate(request(mode=REMOTE))
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
 async def test_without_a_worker_a_router_is_ready_only_where_pools_may_be_at_zero(model_folder: Path) -> None:
     for wake_timeout_s in (0.0, 60.0):
         async with running_router(config_for(model_folder, wake_timeout_s=wake_timeout_s)) as (router, _):

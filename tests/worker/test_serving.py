@@ -9,7 +9,7 @@ import pytest
 
 from pdmesh.engine.errors import SleepRefused
 from pdmesh.runtime.errors import MeshError, error_from_rpc
-from pdmesh.v1 import common_pb2, decode_pb2, worker_pb2
+from pdmesh.v1 import common_pb2, decode_pb2, prefill_pb2, worker_pb2
 from tests.support.mini_router import MiniRouter
 from tests.support.waiting import eventually
 from tests.support.worker_mesh import LOCAL, Model, Peer, reference, running_worker, token_request
@@ -277,5 +277,33 @@ async def test_a_sleeper_sends_no_blocks(decoder: Peer) -> None:
     await be(decoder, ASLEEP)
     with pytest.raises(grpc.aio.AioRpcError, match="paused or asleep") as caught:
         await decoder.control.SendBlocks(worker_pb2.SendBlocksRequest())
-    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     await be(decoder, RUNNING)
+
+
+async def test_a_repeated_pause_that_waits_still_waits(model: Model, decoder: Peer, router: MiniRouter) -> None:
+    """The second call takes the place of the first: its client may have lost the answer."""
+    await router.submit(decoder, "r1", LONG, mode=LOCAL)
+    first = asyncio.ensure_future(be(decoder, PAUSED, finish_ms=3600_000))
+    await eventually(lambda: not decoder.worker.gate.is_running)
+    assert (await be(decoder, PAUSED, finish_ms=3600_000)).num_requests == 0
+    with pytest.raises(grpc.aio.AioRpcError, match="another SetServing came"):
+        await first
+    assert router.of("r1").output() == reference(model, LONG)[0]
+    await be(decoder, RUNNING)
+
+
+async def test_an_embedding_is_given_up_as_well(prefiller: Peer) -> None:
+    asked = prefill_pb2.EmbedPromptRequest(
+        request=token_request([10 + (11 * i) % 200 for i in range(1500)], max_tokens=1),
+        pooling=common_pb2.POOLING_MEAN,
+        request_id="r1",
+    )
+    call = prefiller.prefill.Embed(asked)
+    waiting = asyncio.ensure_future(call.code())
+    await eventually(lambda: prefiller.worker.prefill.num_held or waiting.done())
+    async with asyncio.timeout(15):
+        assert (await be(prefiller, ASLEEP)).num_requests == 0
+    await waiting
+    assert prefiller.is_whole()
+    await be(prefiller, RUNNING)

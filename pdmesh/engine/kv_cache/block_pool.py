@@ -115,6 +115,7 @@ class BlockPool:
         self.log: BlockLog | None = None  # logs what is published and evicted, if it is set
         self.events: BlockEventLog | None = None  # logs the same with token ids, if it is set
         self._refs = [0] * num_blocks
+        self.is_closed = False  # while its memory is replaced: nothing is free
         self.highest_used = -1  # the highest block id that was ever used
         self.num_retained_evicted = 0  # retained blocks that were evicted before their time, since no other was free
         # Free blocks, in the order in which they are allocated.
@@ -130,6 +131,8 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Return the free blocks, those with a reusable prefix included."""
+        if self.is_closed:
+            return 0
         return len(self._expendable) + len(self._cached) + len(self._set_aside) + len(self._claimed)
 
     @property

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from pdmesh.engine.errors import WeightsRefused
 from pdmesh.engine.request import EngineRequest
-from pdmesh.runtime.errors import FailedPrecondition, InvalidArgument
+from pdmesh.runtime.errors import FailedPrecondition, InvalidArgument, Unavailable
 from pdmesh.runtime.files import cache_root_of
 from pdmesh.v1 import common_pb2, worker_pb2
 from pdmesh.worker.config import WorkerConfig
@@ -43,11 +43,12 @@ class WorkerWeights:
         depending: tuple[str, ...],
         *,
         one_at_a_time: asyncio.Lock,
-        is_asleep: Callable[[], bool] = lambda: False,
+        is_asleep: Callable[[], bool],
+        is_finishing: Callable[[], bool],
     ) -> None:
         """`served` has the identity, the message that all parts of the worker hold; `changed` is called when it has changed;
         `depending`: what was made of it for good, in words. `one_at_a_time` is held by whoever lets the worker sleep as well."""
-        self._is_asleep = is_asleep
+        self._is_asleep, self._is_finishing = is_asleep, is_finishing
         self._engine, self._served, self._changed, self._depending = engine, served, changed, depending
         self._identity = served.identity
         self._model = engine.facts.model
@@ -83,9 +84,11 @@ class WorkerWeights:
             await asyncio.to_thread(received.remove)
 
     def _check_may(self) -> None:
-        """Raise FailedPrecondition while this worker takes no other weights."""
+        """Raise FailedPrecondition or Unavailable while this worker takes no other weights."""
         if self._depending:
             raise FailedPrecondition("folder", f"this worker cannot take other weights while it has {', '.join(self._depending)}")
+        if self._is_finishing():
+            raise Unavailable("this worker waits for requests to end, to pause or to sleep; try again", retry_delay_s=1.0)
         if self._is_asleep():
             remedy = "wake it, or have it paused, which is awake as well (pdmesh serving paused)"
             raise FailedPrecondition("folder", f"this worker is asleep; {remedy}")
