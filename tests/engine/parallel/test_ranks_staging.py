@@ -136,6 +136,8 @@ def test_a_rank_that_is_silent_in_a_copy_fails_the_worker_though_no_step_runs(ti
         made.engine.watch_ranks(heard.put)
         [pid] = pids_of(made.engine)
         os.kill(pid, signal.SIGSTOP)
+        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            time.sleep(0.001)  # a rank that runs on another core goes on for a moment
         piece = made.taken()
         with pytest.raises(RankFailed, match=rf"rank 1 \(process {pid}\) has not answered for 0\.5 s in a copy of KV"):
             made.staging.store(piece, range(2), [0], made.marks.now()).result(20)
