@@ -281,7 +281,7 @@ async def test_a_request_waits_for_a_stopped_worker_so_long_and_no_longer(
     model_folder: Path, state: worker_pb2.ServingState.ValueType
 ) -> None:
     """The router stays ready meanwhile: a balancer that left it out would refuse what waits here."""
-    async with running_mesh(model_folder, place_timeout_s=0.1, paused_timeout_s=1.0) as mesh:
+    async with running_mesh(model_folder, place_timeout_s=0.1, paused_timeout_s=4.0) as mesh:
         for name in ("p0", "d0"):
             mesh[name].serving_state = state
         await eventually(lambda: not mesh.router.core.fleet.ready())
@@ -295,18 +295,18 @@ async def test_a_request_waits_for_a_stopped_worker_so_long_and_no_longer(
         for name in ("p0", "d0"):
             mesh[name].serving_state = state
         await eventually(lambda: not mesh.router.core.fleet.ready())
-        with pytest.raises(grpc.aio.AioRpcError, match="paused or asleep; waited 1 s") as refused:
+        with pytest.raises(grpc.aio.AioRpcError, match="paused or asleep; waited [45] s") as refused:
             await mesh.generate(request())
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_all_that_wait_for_a_stopped_worker_outlast_the_limits_for_others(model_folder: Path) -> None:
     """Also those behind the first in the line, and once it runs, their time begins anew."""
-    async with running_mesh(model_folder, prefill=0, place_timeout_s=0.1, room_timeout_s=0.5) as mesh:
+    async with running_mesh(model_folder, prefill=0, place_timeout_s=0.1, room_timeout_s=4.0) as mesh:
         mesh["d0"].serving_state = worker_pb2.SERVING_STATE_ASLEEP
         await eventually(lambda: not mesh.router.core.fleet.ready())
         waiting = [asyncio.create_task(mesh.generate(request())) for _ in range(6)]
-        await asyncio.sleep(1.5)
+        await asyncio.sleep(5.0)
         assert not any(each.done() for each in waiting)
         mesh["d0"].serving_state = worker_pb2.SERVING_STATE_RUNNING
         answers = await asyncio.gather(*waiting)
