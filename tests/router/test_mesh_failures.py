@@ -295,7 +295,7 @@ async def test_a_request_waits_for_a_stopped_worker_so_long_and_no_longer(
         for name in ("p0", "d0"):
             mesh[name].serving_state = state
         await eventually(lambda: not mesh.router.core.fleet.ready())
-        with pytest.raises(grpc.aio.AioRpcError, match="paused or asleep; waited [45] s") as refused:
+        with pytest.raises(grpc.aio.AioRpcError, match=r"paused or asleep; waited [45] s") as refused:
             await mesh.generate(request())
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
 
