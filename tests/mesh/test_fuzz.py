@@ -107,6 +107,10 @@ async def test_any_message_gets_a_status(fuzzed: LocalMesh, member: str, method:
 
         codes = await asyncio.gather(*(one(body) for body in _bodies(method, CALLS_PER_METHOD)))
     assert not BAD & set(codes)
+    if method.name == "SetServing":  # a valid message pauses workers, or lets them sleep
+        async with AsyncClient(fuzzed.router_addresses) as client:
+            done = await client.set_serving("running", timeout=30)
+            assert not any(worker.error for worker in done.workers)
     await _still_serves(fuzzed)
 
 
