@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -128,6 +129,7 @@ class Worker:
         self._silence = SilenceDetector(SilenceLimits(timeout_s, SLOWEST * timeout_s), self._tick_s)
         self._ticking: asyncio.TimerHandle | None = None  # None: nothing was heard yet
         self._watch: grpc.aio.UnaryStreamCall[worker_pb2.WatchRequest, worker_pb2.LoadReport] | None = None
+        self._told_serving: tuple[worker_pb2.ServingState.ValueType, float] = (worker_pb2.SERVING_STATE_UNSPECIFIED, -math.inf)
         self._dispatched: list[Dispatched] = []
         self._confirmed: list[Dispatched] = []
         self._foreign: list[Dispatched] = []
@@ -243,6 +245,7 @@ class Worker:
 
     def told_serving(self, state: "worker_pb2.ServingState.ValueType") -> None:
         """Take over the state that the worker has said it is in, before its next report does."""
+        self._told_serving = (state, time.monotonic())
         if self.current is not None and self.current.load.serving_state != state:
             if self.current.is_stopped:
                 self.current.stopped_at = time.monotonic()
@@ -386,6 +389,9 @@ class Worker:
             self.has_weights(load.weights_hash)
         if now - current.reported_at > LATE_PERIODS * self._report_period_ms / 1000:
             current.late_at = now
+        told, told_at = self._told_serving
+        if now - told_at <= 2 * self._report_period_ms / 1000:  # the report may have been made before
+            load.serving_state = told
         if current.is_stopped:
             current.stopped_at = now
         current.load, current.reported_at = load, now

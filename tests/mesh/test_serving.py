@@ -73,7 +73,7 @@ async def test_nothing_is_lost_and_every_answer_is_the_same(mesh: LocalMesh, sta
             status = await client.status(timeout=10)
             wanted = worker_pb2.ServingState.Value(f"SERVING_STATE_{state.upper()}")
             assert [worker.load.serving_state for worker in status.workers] == [wanted] * 3
-            await asyncio.sleep(0.2)  # what was on its way when they stopped has come
+            await asyncio.sleep(0.5)  # what was on its way when they stopped has come
             before = len(seen)
             await asyncio.sleep(0.5)
             assert len(seen) == before
