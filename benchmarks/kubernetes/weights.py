@@ -75,6 +75,17 @@ async def ask(client: AsyncClient, place: int, seen: Seen) -> tuple[int, ...]:
     return tuple(tokens)
 
 
+async def keep_asking(client: AsyncClient, place: int, seen: Seen, stop: asyncio.Event) -> None:
+    """One of the streams: it goes through its share of the prompts until `stop` is set."""
+    while not stop.is_set():
+        try:
+            seen.answers.append((place, await ask(client, place, seen)))
+        except MeshError as error:
+            seen.errors.append(f"{type(error).__name__}: {error}")
+            say(seen.errors[-1])
+        place = (place + NUM_CLIENTS) % NUM_PROMPTS
+
+
 async def figures(options: Options) -> list[Figure]:
     """Two workers with one core each; the same prompts again and again."""
     folders = (options.model, await asyncio.to_thread(noisy, options.folder, options.model))
@@ -114,18 +125,7 @@ async def _under_load(
     client: AsyncClient, swaps: list[tuple[Path, list[float], list[float]]], folders: tuple[Path, Path], after_s: float
 ) -> Seen:
     seen, stop = Seen(), asyncio.Event()
-
-    async def keep_asking(number: int) -> None:
-        place = number
-        while not stop.is_set():
-            try:
-                seen.answers.append((place, await ask(client, place, seen)))
-            except MeshError as error:
-                seen.errors.append(f"{type(error).__name__}: {error}")
-                say(seen.errors[-1])
-            place = (place + NUM_CLIENTS) % NUM_PROMPTS
-
-    asking = [asyncio.create_task(keep_asking(number)) for number in range(NUM_CLIENTS)]
+    asking = [asyncio.create_task(keep_asking(client, number, seen, stop)) for number in range(NUM_CLIENTS)]
     for folder, busy_s, pauses in swaps:
         began = time.monotonic()
         done = await client.update_weights(str(folder), timeout=300)

@@ -389,7 +389,7 @@ class RequestEvent(_message.Message):
     kind: Global___RequestEventKind.ValueType
     """kind of event."""
     code: _builtins.int
-    """code is a gRPC status code when kind is FAILED. ABORTED: the worker gives the request back, and that counts against nobody."""
+    """code is a gRPC status code when kind is FAILED. ABORTED: the worker gives the request back, and is at no fault."""
     message: _builtins.str
     """message for people."""
     kv_bytes: _builtins.int

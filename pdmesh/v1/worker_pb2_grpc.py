@@ -231,7 +231,7 @@ class WorkerControlServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SendWeights(self, request_iterator, context):
-        """SendWeights is UpdateWeights for whoever shares no folder with the worker: the files of the weights come in the stream, and
+        """SendWeights is UpdateWeights for a caller that shares no folder with the worker: the files of the weights come in the stream, and
         config.json and the tokenizer stay those of the worker's model. INVALID_ARGUMENT names the field (sha256: they have not arrived as
         they were sent); RESOURCE_EXHAUSTED: its disk has no room for them. Else as UpdateWeights.
         """

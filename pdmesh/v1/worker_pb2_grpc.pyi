@@ -86,7 +86,7 @@ class WorkerControlStub:
     runs on (a GPU, several ranks, vLLM), or it leaves; UNAVAILABLE: it is asleep and its weights cannot be read, so call again.
     """
     SendWeights: _grpc.StreamUnaryMultiCallable[_worker_pb2.SendWeightsRequest, _worker_pb2.UpdateWeightsResponse]
-    """SendWeights is UpdateWeights for whoever shares no folder with the worker: the files of the weights come in the stream, and
+    """SendWeights is UpdateWeights for a caller that shares no folder with the worker: the files of the weights come in the stream, and
     config.json and the tokenizer stay those of the worker's model. INVALID_ARGUMENT names the field (sha256: they have not arrived as
     they were sent); RESOURCE_EXHAUSTED: its disk has no room for them. Else as UpdateWeights.
     """
@@ -148,7 +148,7 @@ class WorkerControlAsyncStub(WorkerControlStub):
     runs on (a GPU, several ranks, vLLM), or it leaves; UNAVAILABLE: it is asleep and its weights cannot be read, so call again.
     """
     SendWeights: _aio.StreamUnaryMultiCallable[_worker_pb2.SendWeightsRequest, _worker_pb2.UpdateWeightsResponse]  # type: ignore[assignment]
-    """SendWeights is UpdateWeights for whoever shares no folder with the worker: the files of the weights come in the stream, and
+    """SendWeights is UpdateWeights for a caller that shares no folder with the worker: the files of the weights come in the stream, and
     config.json and the tokenizer stay those of the worker's model. INVALID_ARGUMENT names the field (sha256: they have not arrived as
     they were sent); RESOURCE_EXHAUSTED: its disk has no room for them. Else as UpdateWeights.
     """
@@ -297,7 +297,7 @@ class WorkerControlServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_worker_pb2.SendWeightsRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.UpdateWeightsResponse, _abc.Awaitable[_worker_pb2.UpdateWeightsResponse]]:
-        """SendWeights is UpdateWeights for whoever shares no folder with the worker: the files of the weights come in the stream, and
+        """SendWeights is UpdateWeights for a caller that shares no folder with the worker: the files of the weights come in the stream, and
         config.json and the tokenizer stay those of the worker's model. INVALID_ARGUMENT names the field (sha256: they have not arrived as
         they were sent); RESOURCE_EXHAUSTED: its disk has no room for them. Else as UpdateWeights.
         """

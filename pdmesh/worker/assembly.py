@@ -109,23 +109,14 @@ class Worker:
         self._warmer = KVWarmer(self._warm_tools(served_model))
         self.block_sender = self._block_sender(served_model)
         self.prefill = self._prefill_servicer(served_model)
-        self._state_change = asyncio.Lock()
-        self._weights = self._replaceable_weights(served_model)
+        self.serving = self._serving()
+        depending = made_of_identity(config)
+        self._weights = WorkerWeights(engine, served_model, self._weights_changed, depending, self.serving)
         self.decode = DecodeService(config.decode_settings, self._dependencies(served_model))
         self._receiver = self._kv_receiver(served_model, tls)
         self._server = GrpcServer(config.host, config.port, tls=tls, secret=self.secret)
         self._tasks: list[asyncio.Task[None]] = []
         self._role_change = asyncio.Lock()
-        self.serving = WorkerServing(
-            engine,
-            self.gate,
-            changed=self.changes.notify,
-            finish=self._finished_within,
-            give_up=self._give_up,
-            flush=self._flush_tiers,
-            num_requests=lambda: len(self.decode.reservations.active) + self.prefill.num_held,
-            one_at_a_time=self._state_change,
-        )
 
     async def start(self) -> Description:
         """Serve, and return the description of the worker. Raises ConfigError when an address is taken."""
@@ -338,15 +329,15 @@ class Worker:
             steps=self._spans.steps,
         )
 
-    def _replaceable_weights(self, served_model: ServedModel) -> WorkerWeights:
-        return WorkerWeights(
+    def _serving(self) -> WorkerServing:
+        return WorkerServing(
             self.engine,
-            served_model,
-            self._weights_changed,
-            made_of_identity(self._config),
-            one_at_a_time=self._state_change,
-            is_asleep=lambda: self.gate.serving == worker_pb2.SERVING_STATE_ASLEEP,
-            is_finishing=lambda: self.serving.is_computing and not self.gate.is_running,
+            self.gate,
+            changed=self.changes.notify,
+            finish=self._finished_within,
+            give_up=self._give_up,
+            flush=self._flush_tiers,
+            num_requests=lambda: len(self.decode.reservations.active) + self.prefill.num_held,
         )
 
     def _block_sender(self, served_model: ServedModel) -> BlockSender:

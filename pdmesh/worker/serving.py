@@ -25,8 +25,7 @@ from pdmesh.worker.roles import RoleGate, ServingState
 DEFAULT_FINISH_S = 30.0
 MAX_FINISH_MS = 24 * 3600 * 1000
 RELEASE_S = 70.0
-"""How long a worker that goes to sleep waits until nobody reads its blocks any more: a push to another worker takes a minute at
-most."""
+"""How long a worker that goes to sleep waits for those that read its blocks: a push to another worker takes a minute at most."""
 _RUNNING, _PAUSED, _ASLEEP = (
     worker_pb2.SERVING_STATE_RUNNING,
     worker_pb2.SERVING_STATE_PAUSED,
@@ -37,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerServing:
-    """Change the state of one worker, one change at a time. The gate holds the state: all who take requests ask it."""
+    """Change the state of one worker, one change at a time. The gate holds the state: what takes requests asks it."""
 
     def __init__(
         self,
@@ -49,17 +48,25 @@ class WorkerServing:
         give_up: Callable[[], Awaitable[None]],
         flush: Callable[[], Awaitable[None]],
         num_requests: Callable[[], int],
-        one_at_a_time: asyncio.Lock,
     ) -> None:
         """`changed` is called when the state has changed; `finish(seconds)` waits for the end of all requests and returns whether
-        they have ended; `give_up` ends them, and routers place them again; `flush` ends the reading of blocks by tiers.
-        `one_at_a_time` is held by whoever changes weights as well."""
+        they have ended; `give_up` ends them, and routers place them again; `flush` ends the reading of blocks by tiers."""
         self._engine, self._gate, self._changed = engine, gate, changed
         self._finish, self._give_up, self._flush, self._num_requests = finish, give_up, flush, num_requests
-        self._one_at_a_time = one_at_a_time
+        self.one_at_a_time = asyncio.Lock()  # held by a change of weights as well
         self._num_calls = 0
         self._overtaken = asyncio.Event()  # set when another change comes while one waits for requests to end
         self.is_computing = True
+
+    @property
+    def is_asleep(self) -> bool:
+        """Return whether the worker is asleep, or goes to sleep."""
+        return self._gate.serving == _ASLEEP
+
+    @property
+    def is_finishing(self) -> bool:
+        """Return whether requests are to end before it pauses or sleeps."""
+        return self.is_computing and not self._gate.is_running
 
     async def set(self, request: worker_pb2.SetServingRequest) -> worker_pb2.SetServingResponse:
         """Serve SetServing. Raises MeshError."""
@@ -74,7 +81,7 @@ class WorkerServing:
         return await asyncio.shield(asyncio.create_task(self._set(request.state, finish_s, self._num_calls), name="serving"))
 
     async def _set(self, state: ServingState, finish_s: float, number: int) -> worker_pb2.SetServingResponse:
-        async with self._one_at_a_time:
+        async with self.one_at_a_time:
             if self._gate.draining:
                 raise FailedPrecondition("state", "this worker is about to stop")
             if number == self._num_calls:  # else a later one waits already
@@ -155,7 +162,7 @@ class WorkerServing:
         self.is_computing = True
 
     async def _released(self) -> int:
-        """Give the memory back once nobody reads it: another worker may be fetching blocks. Raises Unavailable, SleepRefused."""
+        """Give the memory back once it is not read: another worker may be fetching blocks. Raises Unavailable, SleepRefused."""
         loop = asyncio.get_running_loop()
         last = loop.time() + RELEASE_S
         while True:

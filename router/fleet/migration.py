@@ -279,8 +279,8 @@ def is_leaving(worker: Worker) -> bool:
     current = worker.current
     if current is None:
         return False
-    is_tired = current.load.serving_state == worker_pb2.SERVING_STATE_ASLEEP
-    return current.load.draining or is_tired or worker_pb2.ROLE_DECODE not in current.load.roles
+    falls_asleep = current.load.serving_state == worker_pb2.SERVING_STATE_ASLEEP
+    return current.load.draining or falls_asleep or worker_pb2.ROLE_DECODE not in current.load.roles
 
 
 def _key(worker: Worker) -> WorkerKey:

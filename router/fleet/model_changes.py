@@ -146,7 +146,7 @@ def _told_weights(
 async def _answer(
     worker: Worker, call: Callable[[Worker], Coroutine[object, object, T]], ended: Callable[[Worker], None]
 ) -> T | MeshError:
-    """Return what the worker answers, or why it does not: one that is lost keeps nobody waiting."""
+    """Return what the worker answers, or why it does not: one that is lost is not waited for."""
     try:
         if worker.current is None:
             return _away()

@@ -164,12 +164,12 @@ class FleetRegistry:
     @property
     def is_any_stopped(self) -> bool:
         """Return whether some decode worker is paused or asleep, and requests may wait for it."""
-        return any(worker.is_stopped and has_role(worker, worker_pb2.ROLE_DECODE) for worker in self._workers.values())
+        return any(has_role(worker, worker_pb2.ROLE_DECODE) for worker in self.stopped)
 
     def is_stopped(self, model: str, role: "worker_pb2.Role.ValueType") -> bool:
         """Return whether a worker of `model` with this role is paused or asleep."""
-        stopped = (worker for worker in self._workers.values() if worker.is_stopped and has_role(worker, role))
-        return any(worker.last is not None and worker.last.info.identity.model == model for worker in stopped)
+        stopped = (worker.last for worker in self.stopped if has_role(worker, role))
+        return any(last is not None and last.info.identity.model == model for last in stopped)
 
     def max_context(self, model: str) -> int | None:
         """Return the largest context of any known worker of `model`; None without one."""

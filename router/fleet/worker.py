@@ -23,6 +23,7 @@ OTHER_STREAM_S = 0.005
 """How much later the second stream of a connection or process that ended may break than the first."""
 TRANSIT_S, MAX_CONFIRMED = 0.2, 256
 STOPPED_GRACE_S = 30.0
+NOT_TOLD: "tuple[worker_pb2.ServingState.ValueType, float]" = (worker_pb2.SERVING_STATE_UNSPECIFIED, -math.inf)
 LATE_PERIODS = 2.5
 """Periods of heartbeats after which the next one is late: its sender, this router or both had no time for it."""
 SLOWEST = 3.0
@@ -129,7 +130,7 @@ class Worker:
         self._silence = SilenceDetector(SilenceLimits(timeout_s, SLOWEST * timeout_s), self._tick_s)
         self._ticking: asyncio.TimerHandle | None = None  # None: nothing was heard yet
         self._watch: grpc.aio.UnaryStreamCall[worker_pb2.WatchRequest, worker_pb2.LoadReport] | None = None
-        self._told_serving: tuple[worker_pb2.ServingState.ValueType, float] = (worker_pb2.SERVING_STATE_UNSPECIFIED, -math.inf)
+        self._told_serving = NOT_TOLD
         self._dispatched: list[Dispatched] = []
         self._confirmed: list[Dispatched] = []
         self._foreign: list[Dispatched] = []
@@ -372,6 +373,7 @@ class Worker:
         info = incarnation.info
         logger.info("worker %s is alive at %s, epoch %016x", info.worker_id, self.address, info.epoch)
         self.current = self.last = incarnation
+        self._told_serving = NOT_TOLD
         self._refusal = ""
         self._dispatched.clear()
         self._foreign.clear()

@@ -38,7 +38,7 @@ class WorkerLost(Exception):
 
 
 class GivenBack(WorkerLost):
-    """Report that a decode worker gave a request back through no fault of anybody, as it goes to sleep."""
+    """Report that a decode worker gave a request back because it goes to sleep: no failure of either."""
 
 
 class Sink(Protocol):

@@ -175,7 +175,7 @@ async def test_what_cannot_be_taken_is_refused(mesh: LocalMesh, tmp_path: Path, 
 
 
 async def test_weights_that_are_sent(mesh: LocalMesh, folders: tuple[Path, Path]) -> None:
-    """To workers that share no folder with the client; a worker that cannot take them keeps nobody from them."""
+    """To workers that share no folder with the client; a worker that cannot take them does not keep the others from them."""
     async with AsyncClient(mesh.router_addresses) as client:
         await client.update_weights(str(folders[0]), timeout=60)
         first = await answers(client)

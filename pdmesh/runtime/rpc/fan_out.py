@@ -54,7 +54,7 @@ class FanOut(Generic[M]):
         return reader
 
     async def run(self, messages: AsyncIterator[M]) -> None:
-        """Read until the end of the stream, or until nobody reads any more. An error of the stream reaches all readers."""
+        """Read until the end of the stream, or until all readers are closed. An error of the stream reaches all readers."""
         end: BaseException | None = None
         try:
             async for message in messages:

@@ -88,7 +88,7 @@ class ReceivedWeights:
             raise InvalidArgument("sha256", "is not that of the data that has come; send the weights again")
 
     def remove(self) -> None:
-        """Remove the folder; idempotent. Who has a file of it mapped keeps that."""
+        """Remove the folder; idempotent. A file of it that is mapped stays until it is unmapped."""
         self._close()
         shutil.rmtree(self.folder, ignore_errors=True)
 

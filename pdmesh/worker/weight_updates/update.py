@@ -24,6 +24,7 @@ from pdmesh.runtime.files import cache_root_of
 from pdmesh.v1 import common_pb2, worker_pb2
 from pdmesh.worker.config import WorkerConfig
 from pdmesh.worker.engines.base import WorkerEngine
+from pdmesh.worker.serving import WorkerServing
 from pdmesh.worker.token_request import ServedModel
 from pdmesh.worker.weight_updates.received import ReceivedWeights
 
@@ -41,18 +42,14 @@ class WorkerWeights:
         served: ServedModel,
         changed: Callable[[], None],
         depending: tuple[str, ...],
-        *,
-        one_at_a_time: asyncio.Lock,
-        is_asleep: Callable[[], bool],
-        is_finishing: Callable[[], bool],
+        serving: WorkerServing,
     ) -> None:
         """`served` has the identity, the message that all parts of the worker hold; `changed` is called when it has changed;
-        `depending`: what was made of it for good, in words. `one_at_a_time` is held by whoever lets the worker sleep as well."""
-        self._is_asleep, self._is_finishing = is_asleep, is_finishing
+        `depending`: what was made of it for good, in words. A change of weights and one of `serving` exclude each other."""
         self._engine, self._served, self._changed, self._depending = engine, served, changed, depending
         self._identity = served.identity
         self._model = engine.facts.model
-        self._one_at_a_time = one_at_a_time
+        self._serving = serving
 
     async def update(self, folder: str) -> worker_pb2.UpdateWeightsResponse:
         """Serve UpdateWeights. Raises MeshError."""
@@ -87,14 +84,14 @@ class WorkerWeights:
         """Raise FailedPrecondition or Unavailable while this worker takes no other weights."""
         if self._depending:
             raise FailedPrecondition("folder", f"this worker cannot take other weights while it has {', '.join(self._depending)}")
-        if self._is_finishing():
+        if self._serving.is_finishing:
             raise Unavailable("this worker waits for requests to end, to pause or to sleep; try again", retry_delay_s=1.0)
-        if self._is_asleep():
+        if self._serving.is_asleep:
             remedy = "wake it, or have it paused, which is awake as well (pdmesh serving paused)"
             raise FailedPrecondition("folder", f"this worker is asleep; {remedy}")
 
     async def _update(self, folder: str) -> worker_pb2.UpdateWeightsResponse:
-        async with self._one_at_a_time:
+        async with self._serving.one_at_a_time:
             began = time.monotonic()
             self._check_may()  # again: it may have gone to sleep meanwhile
             try:
