@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from contextlib import suppress
 
 NUM_OTHER_LINES = 700
 """A server of vLLM 0.32 with one model sends about so many, histograms' buckets for the most part (55 KB)."""
@@ -36,9 +37,10 @@ async def serve(count: int) -> None:
         answer = page(number)
 
         async def answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answer: bytes = answer) -> None:
-            await reader.readuntil(b"\r\n\r\n")
-            writer.write(answer)
-            await writer.drain()
+            with suppress(asyncio.IncompleteReadError, ConnectionError):  # until the picker closes it
+                while await reader.readuntil(b"\r\n\r\n"):
+                    writer.write(answer)
+                    await writer.drain()
             writer.close()
 
         server = await asyncio.start_server(answered, "127.0.0.1", 0)

@@ -60,17 +60,21 @@ class MetricsReader:
             self._endpoints.read(address, None, 0.0, time.monotonic())
             self._changed()
             return
-        await self._read(address)  # at once: until then it gets no requests
-        await asyncio.sleep(delay_s)
-        while True:
-            await self._read(address)
-            await asyncio.sleep(self._period_s)
+        connection = KeptConnection(address)
+        try:
+            await self._read(connection)  # at once: until then it gets no requests
+            await asyncio.sleep(delay_s)
+            while True:
+                await self._read(connection)
+                await asyncio.sleep(self._period_s)
+        finally:
+            connection.close()
 
-    async def _read(self, address: str) -> None:
-        began = time.monotonic()
+    async def _read(self, connection: KeptConnection) -> None:
+        began, address = time.monotonic(), connection.address
         try:
             async with asyncio.timeout(self._timeout_s):
-                status, body = await get(address, self._path)
+                status, body = await connection.get(self._path)
         except (OSError, TimeoutError, ValueError, h11.RemoteProtocolError) as error:
             self._note_failure(address, str(error) or type(error).__name__)
             return
@@ -91,14 +95,52 @@ class MetricsReader:
             self._changed()
 
 
-async def get(address: str, path: str) -> tuple[int, bytes]:
-    """Return status and body of a GET on a new connection. Raises OSError, RemoteProtocolError of h11 for what is not
-    HTTP/1 or ends early, ValueError for what is too large."""
-    reader, writer = await asyncio.open_connection(*split_address(address))
-    try:
-        http = h11.Connection(h11.CLIENT)
-        headers = {"host": address, "accept": "text/plain", "connection": "close"}
-        writer.write(http.send(h11.Request(method="GET", target=path, headers=list(headers.items()))))
+class KeptConnection:
+    """Ask one server again and again over HTTP/1.1, on a connection that stays open for as long as the server keeps it: a new one
+    for each reading would cost more than the reading."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._http = h11.Connection(h11.CLIENT)
+
+    async def get(self, path: str) -> tuple[int, bytes]:
+        """Return status and body of a GET. Raises OSError, RemoteProtocolError of h11 for what is not HTTP/1 or ends early,
+        ValueError for what is too large."""
+        was_kept = self._streams is not None
+        try:
+            return await self._ask(path)
+        except (OSError, h11.RemoteProtocolError):
+            if not was_kept:
+                raise
+            return await self._ask(path)  # the server had closed it meanwhile, as servers do after some seconds
+
+    def close(self) -> None:
+        """Close it. The next `get` opens another. Idempotent."""
+        if self._streams is not None:
+            self._streams[1].close()
+            self._streams = None
+
+    async def _ask(self, path: str) -> tuple[int, bytes]:
+        is_whole = False
+        try:
+            found = await self._exchange(path)
+            is_whole = self._http.our_state is h11.DONE and self._http.their_state is h11.DONE
+        finally:
+            if is_whole:
+                self._http.start_next_cycle()
+            else:
+                self.close()
+        return found
+
+    async def _exchange(self, path: str) -> tuple[int, bytes]:
+        if self._streams is None:
+            self._http = h11.Connection(h11.CLIENT)
+            self._streams = await asyncio.open_connection(*split_address(self.address))
+        (reader, writer), http = self._streams, self._http
+        writer.write(
+            http.send(h11.Request(method="GET", target=path, headers=[("host", self.address), ("accept", "text/plain")]))
+        )
         http.send(h11.EndOfMessage())
         status, body = 0, bytearray()
         while not isinstance(event := http.next_event(), h11.EndOfMessage):
@@ -111,8 +153,15 @@ async def get(address: str, path: str) -> tuple[int, bytes]:
             if len(body) > MAX_ANSWER_BYTES:
                 raise ValueError(f"the answer has more than {MAX_ANSWER_BYTES} bytes")
         return status, bytes(body)
+
+
+async def get(address: str, path: str) -> tuple[int, bytes]:
+    """Return status and body of one GET. Raises as `KeptConnection.get` does."""
+    connection = KeptConnection(address)
+    try:
+        return await connection.get(path)
     finally:
-        writer.close()
+        connection.close()
 
 
 # The endpoints of an InferencePool: ready pods that its selector finds, each with the pool's ports.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +12,7 @@ import h11
 import pytest
 
 from router.endpoint_picker import sources
-from router.endpoint_picker.sources import PoolFollower, get, is_ready, ports_of, selector_of
+from router.endpoint_picker.sources import KeptConnection, PoolFollower, get, is_ready, ports_of, selector_of
 from tests.support.waiting import eventually
 
 POOL = {
@@ -119,3 +121,61 @@ async def test_an_answer_without_end_is_an_error(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sources, "MAX_ANSWER_BYTES", 1000)
     with pytest.raises(ValueError, match="more than 1000 bytes"):
         await answer_of(b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 1001)
+
+
+WHOLE = b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nabc"
+LAST = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 3\r\n\r\nabc"
+CUT = b"HTTP/1.1 200 OK\r\nContent-Length: 30\r\n\r\nabc"
+
+
+@asynccontextmanager
+async def kept(*connections: Sequence[bytes]) -> AsyncIterator[tuple[KeptConnection, list[int]]]:
+    """One to a server that says this on its first, second … connection, and closes each then; how many requests each had."""
+    requests: list[int] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        number = len(requests)
+        requests.append(0)
+        for said in connections[number]:
+            await reader.readuntil(b"\r\n\r\n")
+            requests[number] += 1
+            writer.write(said)
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        connection = KeptConnection(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        try:
+            yield connection, requests
+        finally:
+            connection.close()
+
+
+async def test_readings_share_a_connection() -> None:
+    async with kept([WHOLE] * 3) as (connection, requests):
+        assert [await connection.get("/metrics") for _ in range(3)] == [(200, b"abc")] * 3
+        assert requests == [3]
+
+
+async def test_a_server_that_has_closed_meanwhile_is_asked_again() -> None:
+    async with kept([WHOLE], [WHOLE, LAST], [WHOLE]) as (connection, requests):
+        assert [await connection.get("/metrics") for _ in range(4)] == [(200, b"abc")] * 4
+        assert requests == [1, 2, 1]
+
+
+async def test_after_half_an_answer_the_next_one_is_that_of_its_own_request() -> None:
+    async with kept([WHOLE, CUT], [CUT], [WHOLE]) as (connection, requests):
+        await connection.get("/metrics")
+        with pytest.raises(h11.RemoteProtocolError):
+            await connection.get("/metrics")
+        assert await connection.get("/metrics") == (200, b"abc")
+        assert requests == [2, 1, 1]
+
+
+async def test_after_a_timeout_the_next_reading_has_a_connection_of_its_own() -> None:
+    nothing, never = b"", b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nlate"
+    async with kept([WHOLE, nothing, never], [WHOLE]) as (connection, _):
+        await connection.get("/metrics")
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await connection.get("/metrics")
+        assert await connection.get("/metrics") == (200, b"abc")
