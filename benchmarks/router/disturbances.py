@@ -1,7 +1,8 @@
 """What running streams feel of long prompts that arrive: separated, and beside it one engine on the same two cores.
 
 A few streams run all the time, one after the other in each place. First alone, then while prompts of 2 000 tokens come at a
-steady rate. TPOT is a stream's mean time per token; a stream counts to the time in which it began.
+steady rate, which one prefill worker of this machine can bear. TPOT is a stream's mean time per token; a stream counts to the
+time in which it began.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from itertools import count, pairwise
 
 from benchmarks.engine_runs import prompt
 from benchmarks.harness import Figure, Options, beside, say
-from benchmarks.router.meshes import MESH, SEPARATED, TWO_CORES, Call, Running, Shape, asking, call, running, warm_up
+from benchmarks.router.meshes import MESH, SEPARATED, TWO_CORES, Call, Running, Shape, alone, asking, call, running, warm_up
 from pdmesh.client.client import AsyncClient, Completed, Delta
 from pdmesh.errors import MeshError
 from pdmesh.launcher.mesh import LocalMesh
@@ -130,7 +131,9 @@ async def kill_figures(options: Options) -> list[Figure]:
 
 
 STREAMS, STREAM_INPUT, STREAM_OUTPUT, QUICK_OUTPUT = 4, 64, 160, 16
-PROMPT, PROMPT_OUTPUT, PROMPT_PERIOD_S = 2000, 2, 3.0
+PROMPT, PROMPT_OUTPUT = 2000, 2
+PERIOD_TIMES, LEAST_PERIOD_S = 1.1, 3.0
+"""A prompt comes each so many times what one takes alone, separated: nearly all of what a prefill worker can compute."""
 GOAL = 1.5
 
 
@@ -197,29 +200,33 @@ async def _prompts(target: Target, period_s: float, into: list[Call]) -> None:
             await asyncio.sleep(period_s)
 
 
-async def _disturbed(streams: Target, prompts: Target, seconds: float, num_output: int) -> tuple[list[Call], list[Call]]:
+async def _disturbed(
+    streams: Target, prompts: Target, period_s: float, seconds: float, num_output: int
+) -> tuple[list[Call], list[Call]]:
     answered: list[Call] = []
-    async with beside(_prompts(prompts, PROMPT_PERIOD_S, answered)):
+    async with beside(_prompts(prompts, period_s, answered)):
         return await _streams(streams, seconds, num_output, "disturbed"), answered
 
 
-async def _measure(system: Running, mode: str, options: Options) -> Felt:
-    """`mode` of the long prompts."""
+async def _measure(system: Running, mode: str, period_s: float | None, options: Options) -> tuple[Felt, float]:
+    """Return it with the period of the long prompts, in seconds; None: what follows from one alone. `mode`: of those prompts."""
     num_output = int(options.pick(STREAM_OUTPUT, QUICK_OUTPUT))
     async with asking(system.mesh, mode=mode) as prompts:
         await warm_up(system.target, options.pick(5.0, 1.0))
         await warm_up(prompts, options.pick(3.0, 1.0))
+        if period_s is None:
+            alone_s, _ = await alone(prompts, PROMPT, PROMPT_OUTPUT, seed=9)
+            period_s = max(LEAST_PERIOD_S, PERIOD_TIMES * alone_s)
         idle = await _streams(system.target, options.pick(25.0, 3.0), num_output, "idle")
-        disturbed, answered = await _disturbed(system.target, prompts, options.pick(75.0, 7.0), num_output)
+        seconds = options.pick(max(75.0, 12 * period_s), 7.0)
+        disturbed, answered = await _disturbed(system.target, prompts, period_s, seconds, num_output)
     result = felt(idle, disturbed, answered)
     say(f"{system.shape.name}: TPOT p99 {result.ratio:.3g} times its idle p50; {len(disturbed)} streams, {len(answered)} prompts")
-    return result
+    return result, period_s
 
 
-async def _figures_of(shape: Shape, mode: str, goal: float | None, options: Options) -> list[Figure]:
-    async with running(shape, options) as system:
-        seen = await _measure(system, mode, options)
-    while_prompts = f"{shape.name}: while {PROMPT}-token prompts arrive every {PROMPT_PERIOD_S:g} s"
+def _figures_of(shape: Shape, seen: Felt, goal: float | None) -> list[Figure]:
+    while_prompts = f"{shape.name}: while {PROMPT}-token prompts arrive"
     return [
         Figure(f"{while_prompts}: TPOT p99 of running streams over their idle p50", seen.ratio, "times", "lower", goal),
         Figure(f"{while_prompts}: ITL p99 over idle p50", seen.itl_p99 / seen.idle_itl_p50, "times", "lower"),
@@ -230,5 +237,13 @@ async def _figures_of(shape: Shape, mode: str, goal: float | None, options: Opti
 
 
 async def figures(options: Options) -> list[Figure]:
-    """Separated, then aggregated."""
-    return [*await _figures_of(SEPARATED, "remote", GOAL, options), *await _figures_of(TWO_CORES, "local", None, options)]
+    """Separated, then aggregated with as many prompts."""
+    async with running(SEPARATED, options) as system:
+        separated, period_s = await _measure(system, "remote", None, options)
+    async with running(TWO_CORES, options) as system:
+        aggregated, _ = await _measure(system, "local", period_s, options)
+    return [
+        *_figures_of(SEPARATED, separated, GOAL),
+        *_figures_of(TWO_CORES, aggregated, None),
+        Figure(f"{PROMPT}-token prompts arrive each", period_s, "s", "lower"),
+    ]

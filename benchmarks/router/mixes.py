@@ -129,6 +129,8 @@ MIXES = (
     Mix(tuple(Kind(*lengths) for lengths in _AZURE), 0.7, called="Azure conversation lengths"),
 )
 QUICK_MIXES = (MIXES[3],)
+FEWEST = 20
+"""A mix of which fewer requests came in all rounds is not told: one request more or less would be more than 5 % of it."""
 
 
 @dataclass(frozen=True)
@@ -178,12 +180,14 @@ def ratio(ours: float, theirs: Sequence[float], least: float) -> float | None:
 @dataclass(frozen=True)
 class Comparison:
     """One system beside the better of the others, round by round. `ratios`: of the rounds in which one of the two had goodput;
-    `num_empty` of them are those in which the other had none, which counts as one good request."""
+    `num_empty` of them are those in which the other had none, which counts as one good request. `num_requests` came in all rounds
+    together, to each system."""
 
     better: str
     ratios: tuple[float, ...]
     pooled: float | None
     num_empty: int = 0
+    num_requests: int = 0
 
     @property
     def median(self) -> float | None:
@@ -194,7 +198,8 @@ class Comparison:
         """The spread, for the column beside a figure."""
         if not self.ratios:
             return ""
-        words = f"{Spread.of(self.ratios).in_words}; of all rounds' goodput together: {self.pooled:.4g}"
+        one = f"{self.num_requests} requests, of which one is {1 / self.num_requests:.1%}" if self.num_requests else "no requests"
+        words = f"{Spread.of(self.ratios).in_words}; of all rounds' goodput together: {self.pooled:.4g}; {one}"
         if not self.num_empty:
             return words
         return (
@@ -213,30 +218,44 @@ def compared(of: Mapping[str, Sequence[Cell]], ours: str) -> Comparison:
     # Over all rounds together one request is what it is in one of them.
     pooled = ratio(total[ours], (total[better],), max(cell.of_one for cell in of[better]))
     num_empty = sum(mine.goodput > 0 and theirs.goodput == 0 for mine, theirs in cells)
-    return Comparison(better, ratios, pooled, num_empty)
+    return Comparison(better, ratios, pooled, num_empty, sum(cell.num_requests for cell in of[ours]))
 
 
-def figures_of(cells: Mapping[Mix, Mapping[str, Sequence[Cell]]], ours: str, names: Mapping[str, str]) -> list[Figure]:
-    """`cells` by mix, system and round; `ours` is the key of the one that is compared with all others. Summary first."""
-    found = {mix: compared(of, ours) for mix, of in cells.items()}
-    known = [one.median for one in found.values() if one.median is not None]
+def figures_of(
+    cells: Mapping[Mix, Mapping[str, Sequence[Cell]]], ours: str, names: Mapping[str, str], fewest: int = FEWEST
+) -> list[Figure]:
+    """`cells` by mix, system and round, empty for a mix that was not asked; `ours` is the key of the one that is compared with
+    all others. Summary first: of the mixes of which at least `fewest` requests came."""
+    found = {mix: compared(of, ours) for mix, of in cells.items() if of}
+    told = {mix: one for mix, one in found.items() if one.num_requests >= fewest}
+    known = [one.median for one in told.values() if one.median is not None]
     peer = f"the better of: {', '.join(name for key, name in names.items() if key != ours)}"
     over = "goodput over the better aggregated"
-    num_rounds = min(len(rounds) for of in cells.values() for rounds in of.values())
+    num_rounds = min((len(rounds) for mix in told for rounds in cells[mix].values()), default=0)
+    lowest, best, median = (min(known), max(known), statistics.median(known)) if known else ("not told",) * 3
     summary = [
-        Figure(f"{over}: lowest of all mixes", min(known), "times", "higher", 0.98, peer=peer),
-        Figure(f"{over}: best of all mixes", max(known), "times", "higher", peer=peer),
-        Figure(f"{over}: median of all mixes", statistics.median(known), "times", "higher", 1.25, peer=peer),
-        Figure("mixes", len(cells), "mixes", "higher", 16),
+        Figure(f"{over}: lowest of all mixes", lowest, "times", "higher", 0.98, peer=peer),
+        Figure(f"{over}: best of all mixes", best, "times", "higher", peer=peer),
+        Figure(f"{over}: median of all mixes", median, "times", "higher", 1.25, peer=peer),
+        Figure(f"mixes of which at least {fewest} requests came", len(told), "mixes", "higher", 16),
         Figure("mixes: rounds", num_rounds, "rounds", "higher", 5),
         Figure("mixes: objectives of each request", RULE, "rule", "lower"),
     ]
     listed = [
         figure
         for number, mix in zip(count(1), cells, strict=False)
-        for figure in _of_mix(f"mix {number}: {mix.name}", found[mix], cells[mix], names)
+        for figure in (
+            _of_mix(f"mix {number}: {mix.name}", found[mix], cells[mix], names)
+            if mix in told
+            else [_not_told(number, mix, fewest)]
+        )
     ]
     return summary + listed
+
+
+def _not_told(number: int, mix: Mix, fewest: int) -> Figure:
+    title = f"mix {number}: {mix.name}: goodput over the better aggregated"
+    return Figure(title, f"not told: fewer than {fewest} requests in an hour of all mixes", "times", "higher", 0.98)
 
 
 def _of_mix(title: str, found: Comparison, of: Mapping[str, Sequence[Cell]], names: Mapping[str, str]) -> list[Figure]:
@@ -258,23 +277,26 @@ SHAPES = (MESH, TWO_CORES, TWO_ENGINES)
 # So many requests keep two engines busy, and few enough that their tokens still come in time.
 CONCURRENCY = 8
 # A window lasts until about so many requests were due, within bounds: so that a round takes a quarter of an hour.
-WANTED_REQUESTS, SHORTEST_S, LONGEST_S = 8, 9.0, 18.0
+WANTED_REQUESTS, SHORTEST_S, LONGEST_S = 8, 9.0, 24.0
 # No round is begun that would probably end later than LIMIT_S after the first one began.
 ROUNDS, LIMIT_S = 5, 3600.0
 MIX_WARMUP_S = 2.0
 
 
 class Mixes:
-    """Asks the three systems and remembers what it has seen."""
+    """Asks the three systems and remembers what it has seen. `num_rounds` are planned."""
 
-    def __init__(self, systems: Mapping[str, Running], options: Options, kept: Kept) -> None:
+    def __init__(self, systems: Mapping[str, Running], options: Options, kept: Kept, num_rounds: int) -> None:
         self._systems = systems
+        self._num_rounds = num_rounds
         self._options = options
         self._kept = kept
 
     async def cells(self, mix: Mix, turn: int) -> dict[str, Cell]:
-        """Of all systems under this mix, in one round."""
+        """Of all systems under this mix, in one round; none where this machine is so slow that all rounds would tell nothing."""
         capacity = await self._capacity(mix)
+        if not self._options.quick and mix.load * capacity * LONGEST_S * self._num_rounds < FEWEST:
+            return {}
         idle = {kind.name: await self._idle(kind) for kind in mix.kinds}
         keys = list(self._systems)
         start = turn % len(keys)
@@ -329,14 +351,15 @@ async def figures(options: Options) -> list[Figure]:
         systems = {shape.key: await stack.enter_async_context(running(shape, options)) for shape in SHAPES}
         for system in systems.values():
             await warm_up(system.target, options.pick(4.0, 1.0))
-        mixes = Mixes(systems, options, kept)
+        num_rounds = int(options.pick(ROUNDS, 2))
+        mixes = Mixes(systems, options, kept, num_rounds)
         cells: dict[Mix, dict[str, list[Cell]]] = {mix: {} for mix in (QUICK_MIXES if options.quick else MIXES)}
         began = time.monotonic()
-        for turn in range(int(options.pick(ROUNDS, 2))):
+        for turn in range(num_rounds):
             if turn and (time.monotonic() - began) * (turn + 1) / turn > LIMIT_S:
                 break
             for mix, of in cells.items():
                 for key, cell in (await mixes.cells(mix, turn)).items():
                     of.setdefault(key, []).append(cell)
     kept.forget()
-    return figures_of(cells, MESH.key, {shape.key: shape.name for shape in SHAPES})
+    return figures_of(cells, MESH.key, {shape.key: shape.name for shape in SHAPES}, FEWEST if not options.quick else 1)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import count, takewhile
 
 from benchmarks.harness import Figure, Options, say
-from benchmarks.router.meshes import MESH, load_of, running, warm_up, window, with_policy
+from benchmarks.router.meshes import MESH, closed_loop, load_of, running, warm_up, window, with_policy
 from pdmesh.client.client import AsyncClient
 from pdmesh.loadtest import arrivals
 from pdmesh.loadtest.arrivals import Distribution
@@ -26,9 +26,14 @@ from pdmesh.v1.mesh_pb2 import GetStatusResponse
 
 
 TTFT_GOAL, TPOT_GOAL = 0.10, 0.08
-MINUTE_S, QUICK_S = 60.0, 8.0
+NUM_REQUESTS, QUICK_S, LONGEST_S = 60, 8.0, 300.0
+SHARE, MOST_PER_S = 0.4, 1.0
+"""The rate is this share of what the machine bears in a closed loop, and at most so many requests a second: queues that only grow
+would be all that is predicted."""
+CONCURRENCY = 8
+TYPICAL = ((166, 80), (166, 80), (166, 80), (600, 40), (600, 40), (1700, 40))
 TRAFFIC = Workload(
-    arrivals=Arrivals(rate=1.0),
+    arrivals=Arrivals(rate=MOST_PER_S),
     classes=(
         TrafficClass(
             "chat", 3, input_tokens=Distribution("uniform", (32, 300)), output_tokens=Distribution("uniform", (32, 128))
@@ -68,14 +73,21 @@ def prediction_figures_of(status: GetStatusResponse) -> list[Figure]:
 
 
 async def prediction_figures(options: Options) -> list[Figure]:
-    """A minute of traffic, then what the router says of it."""
+    """Some minutes of traffic, then what the router says of it."""
     async with running(MESH, options) as system:
         await warm_up(system.target, 1.0)
-        load = load_of(TRAFFIC, ObjectiveBook(Objectives()), 51, options.pick(MINUTE_S, QUICK_S), warmup_s=0.0)
+        capacity, _ = await closed_loop(system.target, TYPICAL, CONCURRENCY, options.pick(20.0, 2.0), seed=50)
+    async with running(MESH, options) as system:  # another one: those requests are not to be compared
+        await warm_up(system.target, 1.0)
+        rate = min(MOST_PER_S, SHARE * capacity)
+        traffic = replace(TRAFFIC, arrivals=Arrivals(rate=rate))
+        seconds = options.pick(min(LONGEST_S, NUM_REQUESTS / rate), QUICK_S)
+        load = load_of(traffic, ObjectiveBook(Objectives()), 51, seconds, warmup_s=0.0)
         summary = (await window(system.target, load)).summary
         say(f"prediction: {summary.num_requests} requests, {dict(summary.outcomes)}")
+        asked = Figure("prediction: requests asked", rate, "1/s", "higher", limit=capacity)
         async with AsyncClient(system.mesh.router_address) as client:
-            return prediction_figures_of(await client.status(timeout=5.0))
+            return [*prediction_figures_of(await client.status(timeout=5.0)), asked]
 
 
 NUM_PROMPTS, PROMPT_TOKENS, QUESTION_TOKENS, ANSWER_TOKENS, TURNS = 16, 1000, 60, 24, 4

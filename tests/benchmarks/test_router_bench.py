@@ -6,6 +6,7 @@ import math
 import random
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -99,10 +100,22 @@ def test_figures_of_mixes_name_the_lowest_and_the_best() -> None:
     figures = figures_of(cells, "mesh", {"mesh": "ours", "a": "one", "b": "two"})
     assert value_of(figures, "goodput over the better aggregated: lowest of all mixes") == 0.8
     assert value_of(figures, "goodput over the better aggregated: best of all mixes") == 1.5
-    assert value_of(figures, "mixes") == 3
+    assert value_of(figures, "mixes of which at least 20 requests came") == 3
     assert value_of(figures, "mixes: rounds") == 1
     assert value_of(figures, f"mix 3: {MIXES[2].name}: goodput over the better aggregated") == "no system kept the objectives"
     assert figures[0].peer == "the better of: one, two"
+
+
+def test_a_mix_of_which_too_few_requests_came_is_not_told() -> None:
+    few = {key: [replace(cell, num_requests=9) for cell in cells] for key, cells in cells_of(mesh=[0.1] * 2, a=[1.0] * 2).items()}
+    cells = {MIXES[0]: few, MIXES[1]: cells_of(mesh=[1.5], a=[1.0]), MIXES[2]: dict[str, list[Cell]]()}
+    figures = figures_of(cells, "mesh", {"mesh": "ours", "a": "one"})
+    assert value_of(figures, "goodput over the better aggregated: lowest of all mixes") == 1.5
+    assert value_of(figures, "mixes of which at least 20 requests came") == 1
+    for number in (1, 3):
+        name = f"mix {number}: {MIXES[number - 1].name}: goodput over the better aggregated"
+        assert value_of(figures, name) == "not told: fewer than 20 requests in an hour of all mixes"
+    assert "60 requests, of which one is 1.7%" in str(next(each.peer for each in figures if each.name.startswith("mix 2")))
 
 
 def test_the_better_one_is_the_same_in_all_rounds_and_the_median_is_of_paired_ratios() -> None:
