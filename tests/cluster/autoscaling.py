@@ -18,8 +18,9 @@ from tests.k8s.kustomize import FOLDER, Manifest, containers_of, name_of, render
 NAME = "pdmesh-autoscaler"
 SWITCH, HOLD_UNTIL = "pdmesh.io/autoscale", "pdmesh.io/hold-until"
 DECODE, PREFILL = "pdmesh-decode", "pdmesh-prefill"
-OBJECTIVES = """[smollm2]
-ttft_ms = 1500
+TTFT_MS = 1500
+OBJECTIVES = f"""[smollm2]
+ttft_ms = {TTFT_MS}
 tpot_ms = 400
 quantile = 0.9
 """

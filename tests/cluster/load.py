@@ -44,8 +44,27 @@ class Kind:
 
 WRITING = Kind(_PROMPT, (8, 16, 8, 60), {})
 """Decode has most of the work, and with the long ones a worker that drains has something to hand over."""
-READING = Kind(" ".join([_PROMPT] * 50), (2,), {"mode": "remote"})
-"""Prefill has nearly all of it."""
+_SENTENCES = 50
+_MOST_SENTENCES = 200
+
+
+def _reading(num_sentences: int) -> Kind:
+    return Kind(" ".join([_PROMPT] * num_sentences), (2,), {"mode": "remote"})
+
+
+def reading(api_key: str, wanted_s: float) -> Kind:
+    """What keeps prefill busy and decode hardly: a prompt that takes this machine about so long, with nothing beside it."""
+    kind = _reading(_SENTENCES)
+    with Client(ROUTER, api_key=api_key) as client:
+        took_s = min(_alone_s(client, kind) for _ in range(3))
+    return _reading(max(1, min(_MOST_SENTENCES, round(_SENTENCES * wanted_s / took_s))))
+
+
+def _alone_s(client: Client, kind: Kind) -> float:
+    options: GenerateOptions = {"max_tokens": 2, "slo_ttft_ms": _PATIENT_MS, "slo_tpot_ms": _PATIENT_MS, **kind.options}
+    began = time.monotonic()
+    client.generate(f"{next(_NUMBERS)}. {kind.prompt}", timeout=_TIMEOUT_S, **options)
+    return time.monotonic() - began
 
 
 @dataclass(frozen=True)

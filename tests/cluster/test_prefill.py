@@ -6,11 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.cluster.autoscaling import DECODE, MAX_DECODE, PREFILL, Autoscaler
-from tests.cluster.load import BURST, READING, SELDOM_S, Load
+from tests.cluster.autoscaling import DECODE, MAX_DECODE, PREFILL, TTFT_MS, Autoscaler
+from tests.cluster.load import BURST, SELDOM_S, Kind, Load, reading
 
 NUM_SEEN = 24
 """Answers after which what is known of prompts' lengths, which is smoothed over a minute, is that of these."""
+SHARE = 0.4
+"""Of the objective, that a prompt takes alone: one worker keeps it for who asks seldom, and not for a burst."""
 
 
 @pytest.fixture(scope="module")
@@ -20,20 +22,29 @@ def autoscaler(autoscaler: Autoscaler) -> Iterator[Autoscaler]:
         yield autoscaler
 
 
+@pytest.fixture(scope="module")
+def long_prompts(autoscaler: Autoscaler, api_key: str) -> Kind:
+    """So long that this machine keeps the objective with one of them at a time."""
+    autoscaler.wait_until_small(PREFILL, DECODE)
+    return reading(api_key, SHARE * TTFT_MS / 1000)
+
+
 @pytest.fixture(autouse=True)
 def quiet(autoscaler: Autoscaler) -> None:
     """Each test begins with one worker of each kind."""
     autoscaler.wait_until_small(PREFILL, DECODE)
 
 
-def test_long_prompts_scale_prefill_up_and_their_end_scales_it_down(autoscaler: Autoscaler, api_key: str) -> None:
+def test_long_prompts_scale_prefill_up_and_their_end_scales_it_down(
+    autoscaler: Autoscaler, api_key: str, long_prompts: Kind
+) -> None:
     """Nobody is lent, as a person has decode to himself."""
     cluster = autoscaler.cluster
     (first,) = cluster.ready_pods(PREFILL)
     autoscaler.hold(DECODE)
     try:
         with Load(api_key, clients=1, pause_s=SELDOM_S) as light:
-            with Load(api_key, clients=BURST, kind=READING, pause_s=0) as burst:
+            with Load(api_key, clients=BURST, kind=long_prompts, pause_s=0) as burst:
                 cluster.wait_for(lambda: cluster.replicas(PREFILL) > 1, "more replicas", timeout_s=150)
                 cluster.wait_for(lambda: len(cluster.ready_pods(PREFILL)) > 1, "a new pod to be ready", timeout_s=120)
                 cluster.wait_for(lambda: {o.prefill_worker for o in burst.outcomes} - {first, ""}, "a new pod to serve")
@@ -49,7 +60,9 @@ def test_long_prompts_scale_prefill_up_and_their_end_scales_it_down(autoscaler: 
     assert {"ScaledUp", "ScaledDown"} <= autoscaler.scaled_for_load(PREFILL), autoscaler.events(PREFILL)
 
 
-def test_an_idle_decode_worker_is_lent_to_prefill_and_comes_home(autoscaler: Autoscaler, api_key: str) -> None:
+def test_an_idle_decode_worker_is_lent_to_prefill_and_comes_home(
+    autoscaler: Autoscaler, api_key: str, long_prompts: Kind
+) -> None:
     """A person has had more decode workers than would do, and fewer prefill workers; and lets go of both."""
     cluster = autoscaler.cluster
     autoscaler.hold(PREFILL, DECODE)
@@ -57,7 +70,7 @@ def test_an_idle_decode_worker_is_lent_to_prefill_and_comes_home(autoscaler: Aut
     try:
         cluster.wait_for(lambda: len(cluster.ready_pods(DECODE)) == MAX_DECODE, "the other workers", timeout_s=150)
         with Load(api_key, clients=1, pause_s=SELDOM_S) as light:
-            with Load(api_key, clients=BURST, kind=READING, pause_s=0) as burst:
+            with Load(api_key, clients=BURST, kind=long_prompts, pause_s=0) as burst:
                 burst.wait_for_answers(NUM_SEEN, timeout_s=150)
                 autoscaler.release(PREFILL, DECODE)
                 cluster.wait_for(lambda: autoscaler.lent("decode", "prefill"), "a worker to be lent")
