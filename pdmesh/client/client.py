@@ -250,12 +250,14 @@ class Client(_Base):
         *,
         finish_running: bool = False,
         finish_s: float = 30.0,
+        abort_running: bool = False,
         model: str = "",
         timeout: float | None = None,
     ) -> mesh_pb2.MeshSetServingResponse:
         """Have every worker of a model be "running", "paused" or "asleep". Requests wait meanwhile; those that ran go on with the
-        same tokens. `finish_running`: they end first, for `finish_s` at most. Raises ValueError for another state."""
-        request = wire.serving(state, model, finish_s if finish_running else None)
+        same tokens. `finish_running`: they end first, for `finish_s` at most; `abort_running`: they end with what they have, and
+        `FinishReason.ABORT`. Raises ValueError for another state."""
+        request = wire.serving(state, model, finish_s if finish_running else None, abort=abort_running)
         return self._unary(lambda stub: stub.SetServing, request, timeout)
 
     def split_traffic(
@@ -438,11 +440,12 @@ class AsyncClient(_Base):
         *,
         finish_running: bool = False,
         finish_s: float = 30.0,
+        abort_running: bool = False,
         model: str = "",
         timeout: float | None = None,
     ) -> mesh_pb2.MeshSetServingResponse:
         """See Client.set_serving."""
-        request = wire.serving(state, model, finish_s if finish_running else None)
+        request = wire.serving(state, model, finish_s if finish_running else None, abort=abort_running)
         return await self._unary(lambda stub: stub.SetServing, request, timeout)
 
     async def split_traffic(

@@ -15,6 +15,8 @@ class FinishReason(Enum):
     STOP = "stop"
     LENGTH = "length"
     TOOL_CALLS = "tool_calls"
+    ABORT = "abort"
+    """Somebody has ended all requests of the model: it would have gone on."""
 
 
 class PrefillMode(Enum):

@@ -78,6 +78,7 @@ _FINISH_REASONS = {
     common_pb2.FINISH_REASON_STOP: FinishReason.STOP,
     common_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
     common_pb2.FINISH_REASON_TOOL_CALLS: FinishReason.TOOL_CALLS,
+    common_pb2.FINISH_REASON_ABORT: FinishReason.ABORT,
 }
 _MODES = {mesh_pb2.PREFILL_MODE_LOCAL: PrefillMode.LOCAL, mesh_pb2.PREFILL_MODE_REMOTE: PrefillMode.REMOTE}
 _WIRE_MODES = {mode: wire for wire, mode in _MODES.items()}
@@ -451,11 +452,13 @@ _SERVING_STATES = {
 }
 
 
-def serving(state: str, model: str, finish_s: float | None) -> mesh_pb2.MeshSetServingRequest:
-    """Return the request to be in `state`; `finish_s` None: what runs is not waited for. Raises ValueError."""
+def serving(state: str, model: str, finish_s: float | None, *, abort: bool) -> mesh_pb2.MeshSetServingRequest:
+    """Return the request to be in `state`; `finish_s` None: what runs is not waited for; `abort`: it ends. Raises ValueError."""
     if state not in _SERVING_STATES:
         raise ValueError(f"state: {state!r} is none of {', '.join(_SERVING_STATES)}")
-    asked = worker_pb2.SetServingRequest(state=_SERVING_STATES[state], finish_running=finish_s is not None)
+    if abort and (finish_s is not None or state == "running"):
+        raise ValueError('abort_running: goes with "paused" or "asleep", and not with finish_running')
+    asked = worker_pb2.SetServingRequest(state=_SERVING_STATES[state], finish_running=finish_s is not None, abort_running=abort)
     if finish_s is not None:
         if not 0 < finish_s <= 24 * 3600:
             raise ValueError(f"finish_s: {finish_s} is not above 0 and at most a day")

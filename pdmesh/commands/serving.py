@@ -15,7 +15,8 @@ STATES = ("running", "paused", "asleep")
 
 @dataclass(frozen=True)
 class Options:
-    """Pause a mesh, let it sleep, or have it run: pdmesh serving asleep. Requests wait meanwhile, and none is lost."""
+    """Pause a mesh, let it sleep, or have it run: pdmesh serving asleep. Requests wait meanwhile, and none is lost; with --abort
+    they end with what they have."""
 
     state: str = field(
         default="",
@@ -27,6 +28,7 @@ class Options:
             "help": "seconds in which what runs may end first; 0: it stops where it is (paused), or goes on elsewhere or later"
         },
     )
+    abort: bool = field(default=False, metadata={"help": "what runs or waits ends with the tokens that it has"})
     model: str = field(default="", metadata={"help": "model whose workers are meant; empty while the mesh serves exactly one"})
     json: bool = field(default=False, metadata={"help": "write JSON"})
     connection: Connection = field(default_factory=Connection, metadata=flat())
@@ -37,6 +39,8 @@ class Options:
             raise ValueError(f"state: {self.state!r} is none of {', '.join(STATES)}; give one, such as pdmesh serving asleep")
         if not 0 <= self.finish <= 24 * 3600:
             raise ValueError("finish: must be between 0 and a day, in seconds")
+        if self.abort and (self.finish or self.state == "running"):
+            raise ValueError("abort: goes with paused or asleep, and not with finish; leave one out")
 
 
 def run(options: Options) -> int:
@@ -47,6 +51,7 @@ def run(options: Options) -> int:
             options.state,
             finish_running=options.finish > 0,
             finish_s=options.finish or 30.0,
+            abort_running=options.abort,
             model=options.model,
             timeout=None if timeout is None else timeout + options.finish,
         )

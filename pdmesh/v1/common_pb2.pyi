@@ -33,6 +33,10 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """FINISH_REASON_LENGTH: max_tokens or the model's context is used up."""
     FINISH_REASON_TOOL_CALLS: _FinishReason.ValueType  # 3
     """FINISH_REASON_TOOL_CALLS: as STOP, and the model has called tools. Only from a router to clients of Chat."""
+    FINISH_REASON_ABORT: _FinishReason.ValueType  # 4
+    """FINISH_REASON_ABORT: somebody has ended all requests of the model (`SetServingRequest.abort_running`). What the choice has is right,
+    and it would have gone on. Only from a router to clients.
+    """
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """FinishReason says why a choice ended."""
@@ -45,6 +49,10 @@ FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """FINISH_REASON_LENGTH: max_tokens or the model's context is used up."""
 FINISH_REASON_TOOL_CALLS: FinishReason.ValueType  # 3
 """FINISH_REASON_TOOL_CALLS: as STOP, and the model has called tools. Only from a router to clients of Chat."""
+FINISH_REASON_ABORT: FinishReason.ValueType  # 4
+"""FINISH_REASON_ABORT: somebody has ended all requests of the model (`SetServingRequest.abort_running`). What the choice has is right,
+and it would have gone on. Only from a router to clients.
+"""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 class _Priority:

@@ -113,7 +113,7 @@ class MeshSetServingRequest(_message.Message):
     """model that is served. Empty is allowed while the mesh serves exactly one."""
     @_builtins.property
     def serving(self) -> _worker_pb2.SetServingRequest:
-        """state, finish_running and timeout_ms for each worker."""
+        """state, finish_running, timeout_ms and abort_running for each worker; abort_id is the router's."""
 
     def __init__(
         self,

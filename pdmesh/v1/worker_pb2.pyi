@@ -197,6 +197,8 @@ class SetServingRequest(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     FINISH_RUNNING_FIELD_NUMBER: _builtins.int
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    ABORT_RUNNING_FIELD_NUMBER: _builtins.int
+    ABORT_ID_FIELD_NUMBER: _builtins.int
     state: Global___ServingState.ValueType
     """state to be in."""
     finish_running: _builtins.bool
@@ -205,16 +207,24 @@ class SetServingRequest(_message.Message):
     """
     timeout_ms: _builtins.int
     """timeout_ms for finish_running. What runs then is treated as without it. 0 means 30 000."""
+    abort_running: _builtins.bool
+    """abort_running: once the worker is in the state, every router ends all requests that it has of the worker's model, with
+    FINISH_REASON_ABORT and the tokens that they have; embeddings wait. Not with finish_running, nor for RUNNING.
+    """
+    abort_id: _builtins.int
+    """abort_id, from a router, is the same for all workers that it calls: no router ends requests twice. 0: the worker makes one."""
     def __init__(
         self,
         *,
         state: Global___ServingState.ValueType = ...,
         finish_running: _builtins.bool = ...,
         timeout_ms: _builtins.int = ...,
+        abort_running: _builtins.bool = ...,
+        abort_id: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_running", b"finish_running", "state", b"state", "timeout_ms", b"timeout_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_id", b"abort_id", "abort_running", b"abort_running", "finish_running", b"finish_running", "state", b"state", "timeout_ms", b"timeout_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -585,6 +595,7 @@ class LoadReport(_message.Message):
     RESTORE_TOKEN_S_FIELD_NUMBER: _builtins.int
     WEIGHTS_HASH_FIELD_NUMBER: _builtins.int
     SERVING_STATE_FIELD_NUMBER: _builtins.int
+    ABORT_ID_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """worker_id of the reporter."""
     epoch: _builtins.int
@@ -651,6 +662,8 @@ class LoadReport(_message.Message):
     """
     serving_state: Global___ServingState.ValueType
     """serving_state that the worker is in, or goes to: no new requests are for it unless it is running."""
+    abort_id: _builtins.int
+    """abort_id of the latest SetServing that ends requests. A router that sees another one than before ends its requests. 0: there was none."""
     @_builtins.property
     def roles(self) -> _containers.RepeatedScalarFieldContainer[Global___Role.ValueType]:
         """roles it has now."""
@@ -703,10 +716,11 @@ class LoadReport(_message.Message):
         restore_token_s: _builtins.float | None = ...,
         weights_hash: _builtins.str = ...,
         serving_state: Global___ServingState.ValueType = ...,
+        abort_id: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_restore_token_s", b"_restore_token_s", "latency_model", b"latency_model", "restore_token_s", b"restore_token_s", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_restore_token_s", b"_restore_token_s", "adapters", b"adapters", "age_ms", b"age_ms", "decode_context", b"decode_context", "draining", b"draining", "epoch", b"epoch", "latency_model", b"latency_model", "max_num_seqs", b"max_num_seqs", "num_cached_blocks", b"num_cached_blocks", "num_decoding", b"num_decoding", "num_free_blocks", b"num_free_blocks", "num_generated_tokens", b"num_generated_tokens", "num_handoff_failures", b"num_handoff_failures", "num_held", b"num_held", "num_preemptions", b"num_preemptions", "num_prefilled_tokens", b"num_prefilled_tokens", "num_prefilling", b"num_prefilling", "num_prefix_hit_tokens", b"num_prefix_hit_tokens", "num_reserved", b"num_reserved", "num_retained_blocks", b"num_retained_blocks", "num_running", b"num_running", "num_steps", b"num_steps", "num_total_blocks", b"num_total_blocks", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "oldest_prompt_tokens", b"oldest_prompt_tokens", "pace_s", b"pace_s", "restore_token_s", b"restore_token_s", "roles", b"roles", "serving_state", b"serving_state", "slack_s", b"slack_s", "speculation", b"speculation", "weights_hash", b"weights_hash", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_restore_token_s", b"_restore_token_s", "abort_id", b"abort_id", "adapters", b"adapters", "age_ms", b"age_ms", "decode_context", b"decode_context", "draining", b"draining", "epoch", b"epoch", "latency_model", b"latency_model", "max_num_seqs", b"max_num_seqs", "num_cached_blocks", b"num_cached_blocks", "num_decoding", b"num_decoding", "num_free_blocks", b"num_free_blocks", "num_generated_tokens", b"num_generated_tokens", "num_handoff_failures", b"num_handoff_failures", "num_held", b"num_held", "num_preemptions", b"num_preemptions", "num_prefilled_tokens", b"num_prefilled_tokens", "num_prefilling", b"num_prefilling", "num_prefix_hit_tokens", b"num_prefix_hit_tokens", "num_reserved", b"num_reserved", "num_retained_blocks", b"num_retained_blocks", "num_running", b"num_running", "num_steps", b"num_steps", "num_total_blocks", b"num_total_blocks", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "oldest_prompt_tokens", b"oldest_prompt_tokens", "pace_s", b"pace_s", "restore_token_s", b"restore_token_s", "roles", b"roles", "serving_state", b"serving_state", "slack_s", b"slack_s", "speculation", b"speculation", "weights_hash", b"weights_hash", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__restore_token_s: _TypeAlias = _typing.Literal["restore_token_s"]  # noqa: Y015
     _WhichOneofArgType__restore_token_s: _TypeAlias = _typing.Literal["_restore_token_s", b"_restore_token_s"]  # noqa: Y015

@@ -226,6 +226,7 @@ class LoadReporter:
             adapters=self.adapters,
             weights_hash=self.weights_hash,
             serving_state=self._gate.serving,
+            abort_id=self._gate.abort_id,
             restore_token_s=None if self._restore_token_s is None else self._told_restore.told(self._restore_token_s()),
         )
 

@@ -23,6 +23,7 @@ class RoleGate:
         self.draining = False
         self.serving: ServingState = worker_pb2.SERVING_STATE_RUNNING
         self.gives_up = False  # also what requests that are here ask for is refused
+        self.abort_id = 0  # routers end their requests of this model when it changes
 
     @property
     def roles(self) -> list[Role]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import Awaitable, Callable
 
@@ -74,13 +75,18 @@ class WorkerServing:
             raise InvalidArgument("state", f"{request.state} is none of RUNNING, PAUSED and ASLEEP")
         if request.timeout_ms > MAX_FINISH_MS:
             raise InvalidArgument("timeout_ms", f"{request.timeout_ms} is more than a day ({MAX_FINISH_MS})")
+        if request.abort_running and (request.finish_running or request.state == _RUNNING):
+            other = "finish_running" if request.finish_running else "RUNNING"
+            raise InvalidArgument("abort_running", f"it does not go with {other}; give it with PAUSED or ASLEEP alone")
+        abort_id = request.abort_id or random.getrandbits(63) + 1 if request.abort_running else 0
         finish_s = (request.timeout_ms / 1000 or DEFAULT_FINISH_S) if request.finish_running else 0.0
         self._num_calls += 1
         self._overtaken.set()  # a change that waits for requests to end does not keep this one waiting
         # In a task of its own: a caller that leaves must not end a change half-way.
-        return await asyncio.shield(asyncio.create_task(self._set(request.state, finish_s, self._num_calls), name="serving"))
+        change = self._set(request.state, finish_s, abort_id, self._num_calls)
+        return await asyncio.shield(asyncio.create_task(change, name="serving"))
 
-    async def _set(self, state: ServingState, finish_s: float, number: int) -> worker_pb2.SetServingResponse:
+    async def _set(self, state: ServingState, finish_s: float, abort_id: int, number: int) -> worker_pb2.SetServingResponse:
         async with self.one_at_a_time:
             if self._gate.draining:
                 raise FailedPrecondition("state", "this worker is about to stop")
@@ -96,6 +102,9 @@ class WorkerServing:
                 else:
                     await self._compute()
                     self._enter(_RUNNING)
+            if abort_id:
+                self._gate.abort_id = abort_id
+                self._changed()
             name = worker_pb2.ServingState.Name
             if state != before:
                 text = "%s -> %s in %.2f s; %d MB of memory given back"

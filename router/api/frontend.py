@@ -43,6 +43,7 @@ class Frontend:
         self._objectives = objectives
         self._registry_connected = registry_connected
         self.open_requests = OpenRequests()
+        core.fleet.on_abort = self.open_requests.abort
         self.pipeline = Pipeline(core, self._preprocessor, self.open_requests)
         self.is_leaving = False  # True: requests are taken still, and whoever asks is told to send no more
         self.closing: list[Callable[[], Awaitable[None]]] = []  # what protocols hold open until the router ends
@@ -136,9 +137,14 @@ class Frontend:
         """Have all workers of a model run, pause or sleep. Raises MeshError."""
         return await self._model_changes.set_serving(self.model_of(request.model).name, request.serving)
 
+    def serving_states(self, model: str) -> list[worker_pb2.ServingState.ValueType]:
+        """Return the states of the workers of a model. Raises MeshError."""
+        return self._model_changes.serving_states(self.model_of(model).name)
+
     @property
     def _model_changes(self) -> ModelChanges:
-        return ModelChanges(self.core.fleet, may_change=self.core.config.lets_clients_change_adapters)
+        may_change = self.core.config.lets_clients_change_adapters
+        return ModelChanges(self.core.fleet, may_change=may_change, abort=self.open_requests.abort)
 
     async def set_traffic_split(self, request: mesh_pb2.SetTrafficSplitRequest) -> mesh_pb2.SetTrafficSplitResponse:
         """Split a model's new requests between revisions of its workers. Raises MeshError."""

@@ -56,6 +56,7 @@ PROTOCOLS: dict[str, ClientProtocol] = {
     "openai": ClientProtocol(routes=_routes_in("router.api.openai.handlers")),
     "responses": ClientProtocol(routes=_routes_in("router.api.responses.service")),
     "sessions": ClientProtocol(routes=_routes_in("router.api.http.sessions")),
+    "trainers": ClientProtocol(routes=_routes_in("router.api.trainers")),
     "server_load": ClientProtocol(routes=_routes_in("router.api.http.server_load")),
     "kserve": ClientProtocol(add_services=kserve_service.add_services),
     "vllm": ClientProtocol(add_services=vllm_service.add_services),

@@ -42,6 +42,9 @@ ADMIN_METHODS = (
 """Methods that show requests of all tenants, or direct them."""
 
 
+NEEDS_ADMIN = "this is about requests of all tenants: it needs a key with admin"
+
+
 @dataclass(frozen=True)
 class Caller:
     """Identify the client of a call by the record of its key."""
@@ -69,6 +72,14 @@ def authenticate(store: KeyStore | None, authorization: str | None) -> None:
     """Set the caller of the current task from its `authorization` header; without a store no keys are required, and there is no
     caller. Raises Unauthenticated, Unavailable."""
     _caller.set(None if store is None else _checked(store, authorization or ""))
+
+
+def authenticate_admin(store: KeyStore | None, authorization: str | None) -> None:
+    """Do `authenticate` for what directs requests of all tenants. Raises PermissionDenied for a key without admin."""
+    authenticate(store, authorization)
+    caller = _caller.get()
+    if caller is not None and not caller.admin:
+        raise PermissionDenied(NEEDS_ADMIN)
 
 
 def claim(options: mesh_pb2.RequestOptions) -> None:
@@ -132,7 +143,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
         shown = metadata.get("authorization")
         caller = _checked(self._store, shown if isinstance(shown, str) else "")
         if method in ADMIN_METHODS and not caller.admin:
-            raise PermissionDenied("this is about requests of all tenants: it needs a key with admin")
+            raise PermissionDenied(NEEDS_ADMIN)
         return caller
 
 

@@ -8,6 +8,7 @@ heartbeats.
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from typing import TypeVar
@@ -37,9 +38,10 @@ T = TypeVar("T")
 class ModelChanges:
     """Change all workers of a model that are here, all at the same time."""
 
-    def __init__(self, fleet: FleetRegistry, *, may_change: bool) -> None:
-        """`may_change`: clients may change weights."""
-        self._fleet, self._may_change = fleet, may_change
+    def __init__(self, fleet: FleetRegistry, *, may_change: bool, abort: Callable[[str, int], None]) -> None:
+        """`may_change`: clients may change weights. `abort(model, abort_id)` ends this router's requests of a model, once for
+        each id."""
+        self._fleet, self._may_change, self._abort = fleet, may_change, abort
 
     async def update_weights(self, model: str, folder: str) -> mesh_pb2.MeshUpdateWeightsResponse:
         """Have the workers load the weights and compute with them; between two of them that differ there is no hand-off. A worker
@@ -86,6 +88,7 @@ class ModelChanges:
         """Have the workers run, pause or sleep. Raises MeshError where none could."""
         if serving.state not in SERVING_STATES:
             raise InvalidArgument("serving.state", f"{serving.state} is none of RUNNING, PAUSED and ASLEEP")
+        serving.abort_id = random.getrandbits(63) + 1 if serving.abort_running else 0
         timeout_s = CALL_TIMEOUT_S + (serving.timeout_ms / 1000 or DEFAULT_FINISH_S if serving.finish_running else 0.0)
 
         async def change(worker: Worker) -> worker_pb2.SetServingResponse:
@@ -99,7 +102,13 @@ class ModelChanges:
                 told.append(mesh_pb2.WorkerServing(worker_id=worker_id_of(worker), error=answer.message))
             else:
                 told.append(mesh_pb2.WorkerServing(worker_id=worker_id_of(worker), serving=answer))
+        if serving.abort_running:  # reports may have said so before; what comes from now on waits
+            self._abort(model, serving.abort_id)
         return mesh_pb2.MeshSetServingResponse(workers=told)
+
+    def serving_states(self, model: str) -> list[worker_pb2.ServingState.ValueType]:
+        """Return the states of the workers that are here."""
+        return [each.current.load.serving_state for each in self._known(model) if each.current is not None]
 
     async def _all(
         self,

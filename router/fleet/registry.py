@@ -71,6 +71,7 @@ class FleetRegistry:
         self.openings = ChangeNotifier()  # fires when there may be room: as `changes`, and whenever a request has ended
         self.on_dispatch: Callable[[], None] | None = None  # called whenever something was sent to a worker
         self.on_weights: Callable[[], None] | None = None  # called whenever a worker has other weights
+        self.on_abort: Callable[[str, int], None] | None = None  # model and id: somebody has ended all of the model's requests
         self._settings = settings
         self._channels = channels
         self._report_period_ms = report_period_ms
@@ -242,6 +243,7 @@ class FleetRegistry:
             on_dispatch=self._was_dispatched,
             on_up=self._is_up,
             on_weights=self._has_weights,
+            on_abort=self._has_aborted,
             on_suspect=lambda: self._suspected(worker),
         )
         self._workers[address] = worker
@@ -268,6 +270,10 @@ class FleetRegistry:
             self.on_weights()
         except Exception:  # a bug there must not cost the worker whose report this is
             logger.exception("taking over a worker's weights failed")
+
+    def _has_aborted(self, model: str, abort_id: int) -> None:
+        if self.on_abort is not None:
+            self.on_abort(model, abort_id)
 
     def _was_dispatched(self) -> None:
         if self.on_dispatch is not None:

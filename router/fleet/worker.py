@@ -96,6 +96,7 @@ class Worker:
         on_dispatch: Callable[[], None] = _nothing,
         on_up: Callable[[Incarnation], None] = _nothing,
         on_weights: Callable[[], None] = _nothing,
+        on_abort: Callable[[str, int], None] = _nothing,
         on_suspect: Callable[[], None] = _nothing,
     ) -> None:
         self.address = address
@@ -124,6 +125,7 @@ class Worker:
         self._on_dispatch = on_dispatch
         self._on_up = on_up
         self._on_weights = on_weights
+        self._on_abort = on_abort
         self._on_suspect = on_suspect
         timeout_s = settings.stream_timeout_s
         self._tick_s = tick_s_of(timeout_s)
@@ -396,6 +398,7 @@ class Worker:
             load.serving_state = told
         if current.is_stopped:
             current.stopped_at = now
+        has_aborted = load.abort_id not in (0, current.load.abort_id)
         current.load, current.reported_at = load, now
         figures_at = self._figures_at()
         if self._dispatched:
@@ -406,6 +409,8 @@ class Worker:
         if worker_pb2.ROLE_DECODE in load.roles and not self._stream_started:
             self._stream_started = True
             self.decode_stream.start()
+        if has_aborted:
+            self._on_abort(current.info.identity.model, load.abort_id)
         self._on_change()
 
     def _heard(self) -> None:

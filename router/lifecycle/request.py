@@ -6,12 +6,14 @@ Dispatch    one pass through place, reserve, prefill and decode; a lost decode w
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from pdmesh.runtime.errors import OTHER_ENGINE, MeshError, Unavailable
 from pdmesh.v1 import common_pb2, mesh_pb2, prefill_pb2, worker_pb2
+from router.fleet.change_notifier import Signal
 from router.fleet.incarnation import Incarnation
 from router.fleet.worker import Dispatched, Worker
 from router.flow_control.slo_admission import Ticket
@@ -62,6 +64,8 @@ class Request:
         self.drafts = DraftTotals()  # of all decode sessions
         self.is_winding_up = False  # workers have finished every choice; the remaining work ends soon by itself
         self.is_complete = False  # stream: the last message was made
+        self.is_streamed = True  # False: an embedding's, which is one message
+        self.aborted = Signal()  # it has ended because all requests of its model were to
         self.kind: tuple[object, ...] | None = None  # once tokens were sent, workers must be of this kind
         self.system_fingerprint = ""  # reserve: names the kind of the latest worker to the client
         self.avoid: frozenset[WorkerKey] = frozenset()  # workers that have just lost it
@@ -89,6 +93,18 @@ class Request:
     def fail(self, error: BaseException) -> None:
         """End the stream with `error` after what is queued."""
         self.client_stream.fail(error)
+
+    def abort(self) -> None:
+        """End every choice with the tokens that it has, and the work for it."""
+        self.was_stopped = True
+        self.tracker.drop_early()
+        for choice in range(self.prepared.num_choices):
+            ended = TokenChunk(choice, self.tracker.next_index(choice), [], finish_reason=common_pb2.FINISH_REASON_ABORT)
+            for new in self.tracker.accept(ended):
+                self.client_stream.put(new)
+        self.aborted.set()
+        if self.dispatching is not None:
+            self.dispatching.cancel()
 
     # The sink of decode sessions
 
@@ -144,6 +160,10 @@ class Request:
         return Dispatch(self, timings, self.tracker.history(), self.kind, WorkerSearch(self.avoid), leaving)
 
 
+MAX_ABORT_IDS = 64
+"""Of the last aborts: workers report the same one within a heartbeat of each other."""
+
+
 class OpenRequests:
     """Hold the running requests of one router. Once it drains, it accepts no more."""
 
@@ -153,6 +173,7 @@ class OpenRequests:
         self.idle = asyncio.Event()
         self.idle.set()
         self._requests: set[Request] = set()
+        self._abort_ids: deque[int] = deque(maxlen=MAX_ABORT_IDS)
 
     def enter(self, request: Request) -> None:
         """Add a request that has arrived; `leave` has to follow. Raises Unavailable while draining."""
@@ -173,6 +194,15 @@ class OpenRequests:
         self._requests.discard(request)
         if not self._requests:
             self.idle.set()
+
+    def abort(self, model: str, abort_id: int) -> None:
+        """End every admitted request of a model with what it has; once for each id, which comes from several workers."""
+        if abort_id in self._abort_ids:
+            return
+        self._abort_ids.append(abort_id)
+        for request in self._requests:
+            if request.is_open and request.is_streamed and request.model == model:
+                request.abort()
 
     def fail(self, error: MeshError) -> None:
         """End every admitted request with `error`."""

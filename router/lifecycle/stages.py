@@ -25,6 +25,7 @@ from pdmesh.runtime import failpoints, log
 from pdmesh.runtime.errors import DeadlineExceeded, InvalidArgument, MeshError, ResourceExhausted, Unavailable
 from pdmesh.v1 import common_pb2, mesh_pb2
 from router.context import RouterContext
+from router.fleet.change_notifier import unless
 from router.fleet.circuit_breaker import Role
 from router.flow_control.ttft_predictor import flow_item_of, num_emitted
 from router.lifecycle.decode_session import DecodeSession, GivenBack, WorkerLost
@@ -94,7 +95,8 @@ class AdmitStage:
         self._note_arrival(request)
         began_ns = now_ns()
         try:
-            request.ticket = await self._core.flow_control.enter(flow_item_of(self._core, request.prepared))
+            entering = self._core.flow_control.enter(flow_item_of(self._core, request.prepared))
+            request.ticket = await unless(request.aborted, entering)
             await failpoints.hit_async("router.admission")
         finally:
             request.timings.queued(began_ns)
@@ -455,6 +457,7 @@ class Pipeline:
 
         Raises MeshError."""
         request.timings.routed(request.timings.received_ns)
+        request.is_streamed = False
         error: BaseException | None = None
         try:
             self._open_requests.enter(request)

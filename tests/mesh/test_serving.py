@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
+import httpx
 import pytest
 import pytest_asyncio
 
 from pdmesh.client.client import AsyncClient
+from pdmesh.client.types import FinishReason
 from pdmesh.errors import DeadlineExceeded
 from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.launcher.plan import LocalMeshConfig
@@ -21,7 +25,7 @@ from tests.support.tiny_models import make_tiny_model
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
 PROMPTS = [f"{number}. The history of the city begins with" for number in range(6)]
-SAMPLED = {"temperature": 0.8, "seed": 11, "max_tokens": 160, "ignore_eos": True}
+SAMPLED: dict[str, Any] = {"temperature": 0.8, "seed": 11, "max_tokens": 160, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +38,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def mesh(folders: tuple[Path, Path]) -> AsyncIterator[LocalMesh]:
     config = LocalMeshConfig(
-        model=str(folders[0]), model_name="tiny", num_prefill=1, num_decode=1, num_both=1, port=0, num_threads=1
+        model=str(folders[0]), model_name="tiny", num_prefill=1, num_decode=1, num_both=1, port=0, http_port=0, num_threads=1
     )
     async with LocalMesh(config) as mesh:
         footprint = Footprint.of(mesh)
@@ -94,7 +98,7 @@ async def test_requests_that_come_meanwhile_wait(mesh: LocalMesh) -> None:
         waiting = asyncio.create_task(ask(client, 0))
         embedding = asyncio.create_task(client.embed(["a text"], timeout=60))
         with pytest.raises(DeadlineExceeded):
-            await client.generate(PROMPTS[1], timeout=0.5, **SAMPLED)  # type: ignore[arg-type]
+            await client.generate(PROMPTS[1], timeout=0.5, **SAMPLED)
         await asyncio.sleep(6.0)  # longer than it would wait for a worker that is not there
         assert not waiting.done() and not embedding.done()
         await client.set_serving("running", timeout=60)
@@ -126,12 +130,108 @@ async def test_new_weights_while_it_is_paused(mesh: LocalMesh, folders: tuple[Pa
     await assert_whole(mesh)
 
 
+async def test_every_router_ends_what_is_aborted_with_what_it_has(folders: tuple[Path, Path]) -> None:
+    """The one that was told, and the one that hears of it from the workers."""
+    config = LocalMeshConfig(
+        model=str(folders[0]), model_name="tiny", num_prefill=1, num_both=1, num_routers=2, port=0, num_threads=1
+    )
+    long = {**SAMPLED, "max_tokens": 900}
+    async with LocalMesh(config) as mesh, AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(AsyncClient((address,))) for address in mesh.router_addresses]
+        expected = (await clients[0].generate(PROMPTS[0], timeout=90, **long)).token_ids
+        for state in ("paused", "asleep"):
+            asking = [
+                asyncio.create_task(client.generate(PROMPTS[0], mode=mode, timeout=90, **long))  # type: ignore[arg-type]
+                for client in clients
+                for mode in ("remote", "local", None)
+            ]
+            await asyncio.sleep(0.3)
+            await clients[0].set_serving(state, abort_running=True, timeout=60)
+            later = asyncio.create_task(ask(clients[0], 0))
+            answers = await asyncio.gather(*asking)
+            assert {answer.choices[0].finish_reason for answer in answers} == {FinishReason.ABORT}
+            assert [answer.token_ids for answer in answers] == [expected[: len(answer.token_ids)] for answer in answers]
+            assert any(answer.token_ids for answer in answers)
+            await asyncio.sleep(1.0)  # two reports
+            assert not later.done()
+            await clients[1].set_serving("running", timeout=60)
+            assert await later == expected[: SAMPLED["max_tokens"]]
+        await assert_whole(mesh)
+
+
+async def test_trainers_call_it_by_the_names_that_they_know(mesh: LocalMesh, folders: tuple[Path, Path]) -> None:
+    (url,) = mesh.http_urls
+    body = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 900, "temperature": 0.8, "seed": 11, "ignore_eos": True}
+    async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+
+        async def posted(path: str, sent: object = None) -> dict[str, Any]:
+            answer = await (http.post(path) if sent is None else http.post(path, json=sent))
+            assert answer.status_code == 200, answer.text
+            return dict(answer.json())
+
+        async def state() -> tuple[bool, bool]:
+            paused, asleep = await http.get("/is_paused"), await http.get("/is_sleeping")
+            return paused.json()["is_paused"], asleep.json()["is_sleeping"]
+
+        whole = (await posted("/v1/completions", body))["choices"][0]
+        calls: tuple[tuple[str, object, tuple[bool, bool]], ...] = (
+            ("/pause?mode=keep", None, (True, False)),
+            ("/resume", None, (False, False)),
+            ("/sleep?level=2&mode=wait", None, (True, True)),
+            ("/wake_up?tags=weights", None, (True, False)),
+            ("/wake_up?tags=kv_cache", None, (False, False)),
+            ("/pause_generation", {"mode": "retract"}, (True, False)),
+            ("/continue_generation", {}, (False, False)),
+            ("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}, (True, True)),
+            ("/resume_memory_occupation", {"tags": ["weights"]}, (True, False)),
+            ("/resume_memory_occupation", None, (False, False)),
+        )
+        for call, sent, then in calls:
+            await posted(call, sent)
+            assert await state() == then, call
+        for path, resume in (("/pause", "/resume"), ("/pause_generation", "/continue_generation"), ("/sleep", "/wake_up")):
+            asking = asyncio.create_task(posted("/v1/completions", body))
+            await asyncio.sleep(0.2)
+            await posted(path)
+            (cut,) = (await asking)["choices"]
+            assert cut["finish_reason"] == "abort"
+            assert whole["text"].startswith(cut["text"])
+            await posted(resume)
+        updated = await posted("/update_weights_from_disk", {"model_path": str(folders[1]), "abort_all_requests": True})
+        assert updated["success"], updated
+        assert await state() == (False, False)
+        assert (await posted("/v1/completions", body))["choices"][0]["text"] != whole["text"]
+        await posted("/update_weights_from_disk", {"model_path": str(folders[0])})
+        assert (await posted("/v1/completions", body))["choices"][0]["text"] == whole["text"]
+        refusals: tuple[tuple[str, object, int, str], ...] = (
+            ("/pause?mode=later", None, 400, "mode"),
+            ("/pause?level=1", None, 400, "level"),
+            ("/sleep?level=9", None, 400, "level"),
+            ("/wake_up?tags=everything", None, 400, "tags"),
+            ("/pause?model=other", None, 404, "other"),
+            ("/pause_generation", {"mode": "softly"}, 400, "mode"),
+            ("/continue_generation", {"now": True}, 400, "now"),
+            ("/update_weights_from_disk", {}, 400, "model_path"),
+            ("/update_weights_from_disk", {"model_path": "/nowhere"}, 400, "/nowhere"),
+        )
+        for path, refused_body, status, named in refusals:
+            refused = await (http.post(path) if refused_body is None else http.post(path, json=refused_body))
+            assert refused.status_code == status, (path, refused.text)
+            assert named in refused.text
+        assert (await http.post("/sleep", headers={"Origin": "https://example.com"})).status_code == 403
+        assert await state() == (False, False)
+    await assert_whole(mesh)
+
+
 async def test_nonsense_is_refused_by_name(mesh: LocalMesh) -> None:
     async with AsyncClient(mesh.router_addresses) as client:
         with pytest.raises(ValueError, match="'tired' is none of running, paused, asleep"):
             await client.set_serving("tired")
         with pytest.raises(ValueError, match="finish_s"):
             await client.set_serving("paused", finish_running=True, finish_s=-1.0)
+        for state, finishes in (("running", False), ("paused", True)):
+            with pytest.raises(ValueError, match="abort_running"):
+                await client.set_serving(state, finish_running=finishes, abort_running=True)
     async with grpc.aio.insecure_channel(mesh.router_addresses[0]) as channel:
         with pytest.raises(grpc.aio.AioRpcError, match=r"serving.state") as caught:
             await mesh_pb2_grpc.MeshStub(channel).SetServing(mesh_pb2.MeshSetServingRequest())

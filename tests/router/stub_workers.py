@@ -66,6 +66,7 @@ class StubWorker(StubPrefill, decode_pb2_grpc.DecodeServiceServicer, worker_pb2_
     full: bool = False
     draining: bool = False
     serving_state: worker_pb2.ServingState.ValueType = worker_pb2.SERVING_STATE_RUNNING
+    abort_id: int = 0
     num_free_blocks: int | None = None  # as reported; None: ten less for each request
     wrong_token_at: int | None = None
     omit_committed: bool = False
@@ -152,6 +153,7 @@ class StubWorker(StubPrefill, decode_pb2_grpc.DecodeServiceServicer, worker_pb2_
             num_running=len(self.held),
             draining=self.draining,
             serving_state=self.serving_state,
+            abort_id=self.abort_id,
             num_free_blocks=self.num_blocks - 10 * len(self.held) if self.num_free_blocks is None else self.num_free_blocks,
             num_total_blocks=self.num_blocks,
             max_num_seqs=self.max_num_seqs,

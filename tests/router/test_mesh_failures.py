@@ -7,8 +7,8 @@ import grpc
 import pytest
 
 from pdmesh.runtime.errors import FailedPrecondition, MeshError, ResourceExhausted, Unavailable, error_from_rpc
-from pdmesh.v1 import mesh_pb2, worker_pb2
-from router.fleet.worker import Dispatched
+from pdmesh.v1 import common_pb2, mesh_pb2, worker_pb2
+from router.fleet.worker import Dispatched, Worker
 from router.main import Router
 from tests.router.mesh import Answer, Mesh, config_for, expected, request, running_mesh, running_router
 from tests.router.stub_workers import DECODE, PREFILL, StubWorker
@@ -322,6 +322,57 @@ async def test_what_only_a_stopped_worker_lacks_is_refused_as_ever(model_folder:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await mesh.generate(request(mode=REMOTE))
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+def abort(mesh: Mesh, abort_id: int, *names: str) -> None:
+    """These workers report that somebody has paused them and ended all requests."""
+    for name in names:
+        mesh[name].serving_state, mesh[name].abort_id = worker_pb2.SERVING_STATE_PAUSED, abort_id
+
+
+def reasons(answer: Answer) -> set[common_pb2.FinishReason.ValueType]:
+    return {delta.finish_reason for delta in answer.deltas if delta.finish_reason}
+
+
+async def test_an_abort_ends_what_runs_and_what_waits_with_what_it_has(model_folder: Path) -> None:
+    """Once for each abort: what comes later waits until the workers run."""
+    async with running_mesh(model_folder, max_inflight=3) as mesh:
+        mesh["d0"].pause_at = 3
+        running = [asyncio.create_task(mesh.generate(request(n=number))) for number in (1, 2)]
+        await eventually(lambda: [held.is_paused for held in mesh["d0"].held.values()] == [True] * 2)
+        mesh["d0"].full = True
+        unplaced = asyncio.create_task(mesh.generate(request()))
+        await eventually(lambda: mesh.router.core.flow_control.admission.num_inflight == 3)
+        queued = asyncio.create_task(mesh.generate(request()))
+        await eventually(lambda: mesh.router.core.flow_control.admission.num_queued == 1)
+        abort(mesh, 7, "p0", "d0")
+        answers = await asyncio.gather(*running, unplaced, queued)
+        assert [reasons(answer) for answer in answers] == [{common_pb2.FINISH_REASON_ABORT}] * 4
+        assert [answer.tokens() for answer in answers] == [expected(3), expected(3), [], []]
+        assert [answer.completed and answer.completed.usage.completion_tokens for answer in answers] == [3, 6, 0, 0]
+        await eventually(lambda: not mesh["d0"].held)
+        mesh["d0"].pause_at, mesh["d0"].full = None, False
+        later = asyncio.create_task(mesh.generate(request()))
+        await asyncio.sleep(0.3)  # a few reports with the same id
+        assert not later.done()
+        for name in ("p0", "d0"):
+            mesh[name].serving_state = worker_pb2.SERVING_STATE_RUNNING
+        assert (await later).tokens() == expected(8)
+        await mesh.until_whole()
+
+
+async def test_an_abort_of_before_a_router_came_ends_nothing(model_folder: Path) -> None:
+    async with running_mesh(model_folder) as mesh:
+        for name in ("p0", "d0"):
+            mesh[name].abort_id = 5
+        await eventually(lambda: all(worker.current and worker.current.load.abort_id == 5 for worker in fleet_of(mesh)))
+        mesh["d0"].num_watches_ended = mesh["d0"].num_watches  # the report of that abort is the first of the next stream
+        assert (await mesh.generate(request())).tokens() == expected(8)
+        await mesh.until_whole()
+
+
+def fleet_of(mesh: Mesh) -> list[Worker]:
+    return list(mesh.router.core.fleet.workers.values())
 
 
 async def test_without_a_worker_a_router_is_ready_only_where_pools_may_be_at_zero(model_folder: Path) -> None:

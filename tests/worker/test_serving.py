@@ -144,6 +144,35 @@ async def test_nonsense_is_refused_by_name(decoder: Peer) -> None:
     assert (await report(decoder)).serving_state == RUNNING
 
 
+async def test_an_abort_is_reported_once_the_worker_is_in_the_state(decoder: Peer, router: MiniRouter) -> None:
+    """Routers end their requests: the worker leaves them as a pause does."""
+    assert (await report(decoder)).abort_id == 0
+    await router.submit(decoder, "r1", LONG, mode=LOCAL)
+    await decoder.control.SetServing(worker_pb2.SetServingRequest(state=PAUSED, abort_running=True, abort_id=9))
+    said = await report(decoder)
+    assert (said.serving_state, said.abort_id) == (PAUSED, 9)
+    await decoder.control.SetServing(worker_pb2.SetServingRequest(state=ASLEEP, abort_running=True))
+    said = await report(decoder)
+    assert said.serving_state == ASLEEP
+    assert said.abort_id not in (0, 9), "one of its own"
+    await be(decoder, RUNNING)
+    assert (await report(decoder)).abort_id == said.abort_id
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        worker_pb2.SetServingRequest(state=RUNNING, abort_running=True),
+        worker_pb2.SetServingRequest(state=PAUSED, abort_running=True, finish_running=True),
+    ],
+)
+async def test_an_abort_that_contradicts_itself_is_refused(decoder: Peer, request_: worker_pb2.SetServingRequest) -> None:
+    error = await refusal(decoder, request_)
+    assert error.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "abort_running" in error.message
+    assert (await report(decoder)).abort_id == 0
+
+
 async def test_an_engine_that_cannot_sleep_runs_on(
     model: Model, decoder: Peer, router: MiniRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:

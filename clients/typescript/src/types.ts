@@ -12,7 +12,7 @@ import type {
 
 export type { Logprobs, ToolCallDelta, Usage };
 
-export type FinishReason = "stop" | "length" | "tool_calls";
+export type FinishReason = "stop" | "length" | "tool_calls" | "abort";
 /** Where the prompt was computed: on the decode worker itself, or on a prefill worker that pushed its KV. */
 export type PrefillMode = "local" | "remote";
 export type Priority = "interactive" | "standard" | "batch";

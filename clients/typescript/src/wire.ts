@@ -50,6 +50,7 @@ const FINISH_REASONS = new Map<WireFinishReason, FinishReason>([
   [WireFinishReason.FINISH_REASON_STOP, "stop"],
   [WireFinishReason.FINISH_REASON_LENGTH, "length"],
   [WireFinishReason.FINISH_REASON_TOOL_CALLS, "tool_calls"],
+  [WireFinishReason.FINISH_REASON_ABORT, "abort"],
 ]);
 const MODES: Record<PrefillMode, WireMode> = { local: WireMode.PREFILL_MODE_LOCAL, remote: WireMode.PREFILL_MODE_REMOTE };
 const PRIORITIES: Record<Priority, WirePriority> = {
@@ -218,6 +219,7 @@ export function emittedChoice(index: number, tokenIds: number[], finishReason: F
     stop: WireFinishReason.FINISH_REASON_STOP,
     length: WireFinishReason.FINISH_REASON_LENGTH,
     tool_calls: WireFinishReason.FINISH_REASON_STOP, // to the mesh it is the same
+    abort: WireFinishReason.FINISH_REASON_ABORT,
   };
   const reason = finishReason === undefined ? WireFinishReason.FINISH_REASON_UNSPECIFIED : reasons[finishReason];
   return { index, tokenIds, finishReason: reason };

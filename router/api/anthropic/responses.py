@@ -20,6 +20,7 @@ _STOP_REASONS = {
     common_pb2.FINISH_REASON_STOP: "end_turn",
     common_pb2.FINISH_REASON_LENGTH: "max_tokens",
     common_pb2.FINISH_REASON_TOOL_CALLS: "tool_use",
+    common_pb2.FINISH_REASON_ABORT: "pause_turn",  # it would have gone on, and does when the client sends it back
 }
 PING = from_json({"type": "ping"}, "ping")
 _NO_ROOM = "model_context_window_exceeded"
@@ -109,7 +110,7 @@ def _event(shown: JsonObject) -> bytes:
 
 # The forms of all answers as types: for OpenAPI, and for tests, which check every answer by them.
 
-StopReason = Literal["end_turn", "max_tokens", "tool_use", "stop_sequence", "model_context_window_exceeded"]
+StopReason = Literal["end_turn", "max_tokens", "tool_use", "stop_sequence", "pause_turn", "model_context_window_exceeded"]
 
 
 # Content.

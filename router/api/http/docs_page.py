@@ -133,8 +133,10 @@ def _endpoint(path: str, method: str) -> str:
 
 
 def _section(path: str, method: str, operation: Mapping[str, Any], schemas: Mapping[str, Any]) -> Iterator[str]:
-    yield f'<h2 id="{operation["operationId"]}">{_endpoint(path, method)}</h2><p>{escape(operation["summary"])}</p>'
-    yield _headers(operation)
+    words = ". ".join(operation[name] for name in ("summary", "description") if name in operation)
+    yield f'<h2 id="{operation["operationId"]}">{_endpoint(path, method)}</h2><p>{escape(words)}</p>'
+    yield _parameters(operation, "query")
+    yield _parameters(operation, "header")
     contents = {"request": operation.get("requestBody", {})}
     contents |= {f"answer ({status})": each for status, each in operation["responses"].items()}
     for what, body in contents.items():
@@ -163,14 +165,14 @@ def _words(schema: Mapping[str, Any]) -> str:
     return f"<p>{escape(schema.get('description', ''))}</p>"
 
 
-def _headers(operation: Mapping[str, Any]) -> str:
-    """Return the table of the headers that count, one line for those that mean the same."""
+def _parameters(operation: Mapping[str, Any], place: str) -> str:
+    """Return the table of what counts in the query, or of the headers that do, one line for those that mean the same."""
     names: dict[str, list[str]] = {}
     for each in operation.get("parameters", ()):
-        if each["in"] == "header":
+        if each["in"] == place:
             names.setdefault(each["description"], []).append(f"<code>{escape(each['name'])}</code>")
     lines = "".join(f"<tr><td>{', '.join(alike)}<td>{escape(what)}</tr>" for what, alike in names.items())
-    return f"<table><tr><th>header<th>meaning</tr>{lines}</table>" if lines else ""
+    return f"<table><tr><th>{place}<th>meaning</tr>{lines}</table>" if lines else ""
 
 
 def _table(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:

@@ -35,13 +35,16 @@ _SECURITY = {
 }
 
 
+NEEDS_ADMIN = "Where there are API keys, this needs one with admin."
+
+
 @dataclass(frozen=True)
 class Operation:
     """Describe an endpoint: what it is for, and the types of its request's body, of its answer, of an event's data where it
     streams, and of errors. `form`: the body is multipart/form-data with these fields. `raw`: the media type of an answer that is
-    no JSON. `needs_key`: API keys are checked, where there are some. `has_options`: the tenant counts. `headers`: what else
-    counts, with its meaning. `header`: one that requests must have, where other requests to the same path are another
-    endpoint's."""
+    no JSON. `needs_key`: API keys are checked, where there are some; `needs_admin`: for one with admin. `has_options`: the tenant
+    counts. `headers` and `query`: what else counts, with its meaning. `header`: one that requests must have, where other requests
+    to the same path are another endpoint's."""
 
     summary: str
     body: Form = None
@@ -54,6 +57,8 @@ class Operation:
     form: Form = None
     raw: str = ""
     header: str = ""
+    query: Mapping[str, str] = field(default_factory=dict)
+    needs_admin: bool = False
 
 
 class Endpoint(Route):
@@ -76,11 +81,27 @@ class Endpoint(Route):
         form: Form = None,
         raw: str = "",
         header: str = "",
+        query: Mapping[str, str] | None = None,
+        needs_admin: bool = False,
         wrap: Callable[[Handler], Handler] = guarded,
     ) -> None:
         """`wrap` makes responses of errors, for an API that has a form of its own for them."""
         super().__init__(path, wrap(handler), methods=[method])
-        self.operation = Operation(summary, body, answer, event, error, needs_key, has_options, headers or {}, form, raw, header)
+        self.operation = Operation(
+            summary,
+            body,
+            answer,
+            event,
+            error,
+            needs_key,
+            has_options,
+            headers or {},
+            form,
+            raw,
+            header,
+            query or {},
+            needs_admin,
+        )
 
 
 def document(routes: Sequence[Route]) -> dict[str, Any]:
@@ -133,7 +154,8 @@ def _described(route: Route, path: str, method: str, refs: dict[int, dict[str, A
         "summary": operation.summary,
         "parameters": [
             *_path_parameters(path),
-            *(_header(name, what) for name, what in _headers(operation).items()),
+            *(_parameter("query", name, what) for name, what in operation.query.items()),
+            *(_parameter("header", name, what) for name, what in _headers(operation).items()),
         ],
         "responses": {"200": _answered(operation, refs)},
     }
@@ -143,6 +165,8 @@ def _described(route: Route, path: str, method: str, refs: dict[int, dict[str, A
         made["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": refs[id(operation.form)]}}}
     if operation.error is not None:
         made["responses"]["default"] = {"description": "An error", "content": _json(refs[id(operation.error)])}
+    if operation.needs_admin:
+        made["description"] = NEEDS_ADMIN
     if operation.needs_key and isinstance(route, Endpoint):
         made["security"] = [{}, *({name: []} for name in _SECURITY)]
     return made
@@ -172,8 +196,8 @@ def _path_parameters(path: str) -> list[dict[str, Any]]:
     return [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
 
 
-def _header(name: str, what: str) -> dict[str, Any]:
-    return {"name": name, "in": "header", "description": what, "schema": {"type": "string"}}
+def _parameter(place: str, name: str, what: str) -> dict[str, Any]:
+    return {"name": name, "in": place, "description": what, "schema": {"type": "string"}}
 
 
 def _either(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:

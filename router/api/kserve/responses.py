@@ -15,6 +15,7 @@ _REASONS = {
     common_pb2.FINISH_REASON_UNSPECIFIED: b"",
     common_pb2.FINISH_REASON_STOP: b"stop",
     common_pb2.FINISH_REASON_LENGTH: b"length",
+    common_pb2.FINISH_REASON_ABORT: b"abort",
 }
 
 

@@ -58,7 +58,7 @@ OUTPUTS = {
     for tensor in (
         Tensor("text_output", ("BYTES",), (-1,)),
         Tensor("output_ids", ("INT32",), (-1,)),  # the choices one after the other
-        Tensor("finish_reason", ("BYTES",), (-1,)),  # "stop", "length"; "" while the choice continues
+        Tensor("finish_reason", ("BYTES",), (-1,)),  # "stop", "length", "abort"; "" while the choice continues
         Tensor("stop_reason", ("BYTES",), (-1,)),
         Tensor("logprobs", ("BYTES",), (-1,)),  # JSON, one entry for each token
         Tensor("prompt_logprobs", ("BYTES",), (-1,)),  # the same of the prompt, with the first piece of one choice

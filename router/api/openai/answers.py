@@ -12,7 +12,7 @@ from router.api.http.types import AnswerBody
 
 # What chat completions and completions have in common.
 
-FinishReason = Literal["stop", "length", "tool_calls"]
+FinishReason = Literal["stop", "length", "tool_calls", "abort"]
 
 
 class CachedTokens(AnswerBody):

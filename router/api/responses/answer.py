@@ -45,6 +45,13 @@ class ServedModels:
     spelling_of: SpellingOf
 
 
+_INCOMPLETE = {
+    common_pb2.FINISH_REASON_LENGTH: "max_output_tokens",
+    common_pb2.FINISH_REASON_ABORT: "abort",
+}
+"""The reasons for which a response is incomplete."""
+
+
 class Answer:
     """Builds one response. `is_kept`: it is, or is to be, kept for the next turn."""
 
@@ -57,7 +64,7 @@ class Answer:
         self._output = Output(identity.suffix, self._logprobs, namespaces_of(call.body.tools))
         self._started = mesh_pb2.Started()
         self._completed: mesh_pb2.Completed | None = None
-        self._status = IN_PROGRESS
+        self._status, self._incomplete = IN_PROGRESS, ""
         self._completed_at: int | None = None
         self._error: JsonObject | None = None
         self._num_tokens = self._num_reasoning = self._num_events = 0
@@ -71,7 +78,7 @@ class Answer:
     def body(self) -> JsonObject:
         """Return the response as it is now: whole, once the stream has ended."""
         is_over = self._status != IN_PROGRESS
-        reason = {"reason": "max_output_tokens"} if self._status == INCOMPLETE else None
+        reason = {"reason": self._incomplete} if self._status == INCOMPLETE else None
         return {
             "id": self._identity.response_id,
             "object": "response",
@@ -130,7 +137,8 @@ class Answer:
             self._warnings.append(delta.warning)
         yield from self._output.take(delta)
         if delta.finish_reason:
-            self._status = INCOMPLETE if delta.finish_reason == common_pb2.FINISH_REASON_LENGTH else COMPLETED
+            self._incomplete = _INCOMPLETE.get(delta.finish_reason, "")
+            self._status = INCOMPLETE if self._incomplete else COMPLETED
             self._completed_at = int(self._now()) if self._status == COMPLETED else None
             yield from self._output.end(is_complete=self._status == COMPLETED)
 

@@ -89,7 +89,7 @@ class ResponseError(AnswerBody):
 class IncompleteDetails(AnswerBody):
     """Why a response is incomplete."""
 
-    reason: Literal["max_output_tokens"]
+    reason: Literal["max_output_tokens", "abort"]
 
 
 class InputTokens(AnswerBody):

@@ -12,7 +12,11 @@ from pdmesh.v1 import common_pb2, mesh_pb2, worker_pb2
 from router.api.protocol_errors import package_version
 from router.tokenization.prepared_request import ServedModel
 
-_REASONS = {common_pb2.FINISH_REASON_STOP: "stop", common_pb2.FINISH_REASON_LENGTH: "length"}
+_REASONS = {
+    common_pb2.FINISH_REASON_STOP: "stop",
+    common_pb2.FINISH_REASON_LENGTH: "length",
+    common_pb2.FINISH_REASON_ABORT: "abort",
+}
 ABORTED = "abort"
 
 

@@ -60,6 +60,7 @@ SCHEMA = {
             "properties": {
                 "operationId": {"pattern": "^[a-z0-9_A-Z]+$"},
                 "summary": {"type": "string"},
+                "description": {"type": "string"},
                 "security": {"type": "array"},
                 "parameters": {"items": {"$ref": "#/$defs/parameter"}},
                 "requestBody": {"required": ["content"], "properties": {"content": {"$ref": "#/$defs/content"}}},
@@ -82,8 +83,8 @@ SCHEMA = {
 
 FRONTEND: Any = SimpleNamespace(core=SimpleNamespace(config=RouterConfig()), closing=[])
 BATCHES: Any = SimpleNamespace(store=None, config=RouterConfig().batches)
-WITHOUT_JSON = {"/v1/files", "/v1/batches/{batch_id}/cancel"}
-"""A file is sent as multipart/form-data, and stopping a batch needs no body."""
+WITHOUT_JSON = {"/v1/files", "/v1/batches/{batch_id}/cancel", "/pause", "/resume", "/sleep", "/wake_up"}
+"""A file is sent as multipart/form-data, stopping a batch needs no body, and vLLM's endpoints for trainers have a query."""
 
 
 def routes() -> list[Route]:
