@@ -35,6 +35,9 @@ from pdmesh.engine.speculation.draft import NOTHING, Draft
 # steps are longer by as many paces: a sequence that gets two tokens a step has its steps two paces apart while there are prompts.
 # The tokens per step of each sequence decide which objectives can be kept, and how much of a step is left for prompts where a
 # sequence is behind.
+#
+# A step has at least LEAST_TOKENS of prompts, or none: a slow machine takes as long for a few of them as the pace is. Where fewer
+# fit, several steps save up for them.
 
 
 TARGET = 0.9
@@ -43,9 +46,9 @@ SPREAD = 8
 """Steps over which slack is used up."""
 MAX_SHARE = 0.75
 """Share of the time for steps without prompts: otherwise a sequence behind its schedule would admit no prompt. But an objective
-that can still be met comes first."""
+that can still be met comes first: what a sequence is behind that is made up for within SPREAD steps."""
 LEAST_TOKENS = 8
-"""Prompt tokens of a step that are always allowed."""
+"""Prompt tokens of a step that has any; of SPREAD steps one has them, whatever the objectives."""
 PRIOR_STEPS = 8
 """Weight, in steps of one token each, of the prior in a sequence's average of tokens per step."""
 FORGIVEN = 32
@@ -66,11 +69,12 @@ class StepCost(NamedTuple):
 
 class Pace(NamedTuple):
     """Hold the tightest schedule: a token every `pace_s`, and `slack_s` of time ahead of it (negative: behind). `tokens_per_step`
-    of the sequence so far, accepted draft tokens included."""
+    of the sequence so far, accepted draft tokens included. `reserve_s`: time ahead of the objective itself."""
 
     pace_s: float
     slack_s: float
     tokens_per_step: float = 1.0
+    reserve_s: float = 0.0
 
     @property
     def step_s(self) -> float:
@@ -86,6 +90,7 @@ class TpotLimiter:
         """Create it. `is_on` False: objectives are ignored."""
         self._is_on = is_on
         self.cost: StepCost | None = None
+        self._num_saved = self._num_without = 0  # prompt tokens that steps without any had room for, and those steps
 
     def start(self, decoding: Iterable[Sequence], now_ns: int) -> None:
         """Begin the schedules of sequences that have none; move the schedules of sequences that are more than FORGIVEN paces
@@ -123,8 +128,19 @@ class TpotLimiter:
         if cost is None or pace is None:
             return None
         decode_s = self._decode_s(decoding) + cost.per_sequence_s * num_guessed
-        least_s = min(decode_s * (1 - MAX_SHARE) / MAX_SHARE, pace.tokens_per_step * pace.pace_s / TARGET - decode_s)
-        return max(LEAST_TOKENS, _fitting(cost, next_prompt, max(least_s, pace.step_s - decode_s)))
+        spare_s = pace.tokens_per_step * pace.pace_s / TARGET + min(0.0, pace.reserve_s) / SPREAD - decode_s
+        least_s = min(decode_s * (1 - MAX_SHARE) / MAX_SHARE, spare_s)
+        return self._worth_a_pass(_fitting(cost, next_prompt, max(least_s, pace.step_s - decode_s)))
+
+    def _worth_a_pass(self, num_fitting: int) -> int:
+        """Return the prompt tokens of a step with room for `num_fitting`: none, until steps have saved up for LEAST_TOKENS, or
+        SPREAD of them had none."""
+        self._num_saved += max(0, num_fitting)
+        self._num_without += 1
+        if self._num_saved < LEAST_TOKENS - 1 and self._num_without < SPREAD:
+            return 0
+        self._num_saved = self._num_without = 0
+        return max(LEAST_TOKENS, num_fitting)
 
     def _decode_s(self, decoding: Sequence_[Sequence]) -> float:
         """Return the time of a step of `decoding` alone; 0 while `cost` is unknown."""
@@ -150,8 +166,9 @@ def _fitting(cost: StepCost, prompt: Sequence, room_s: float) -> int:
 def _pace(sequence: Sequence, now_ns: int) -> Pace:
     pace_s = TARGET * sequence.group.request.tpot_goal_s
     spent_s = (now_ns - sequence.paced_from_ns) / 1e9
-    slack_s = pace_s * (len(sequence.output) - sequence.paced_from_token) - spent_s
-    return Pace(pace_s, slack_s, _tokens_per_step(sequence))
+    num_tokens = len(sequence.output) - sequence.paced_from_token
+    slack_s = pace_s * num_tokens - spent_s
+    return Pace(pace_s, slack_s, _tokens_per_step(sequence), slack_s + (1 / TARGET - 1) * pace_s * num_tokens)
 
 
 def _tokens_per_step(sequence: Sequence) -> float:
