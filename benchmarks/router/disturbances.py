@@ -134,7 +134,7 @@ STREAMS, STREAM_INPUT, STREAM_OUTPUT, QUICK_OUTPUT = 4, 64, 160, 16
 PROMPT, PROMPT_OUTPUT = 2000, 2
 PERIOD_TIMES, LEAST_PERIOD_S = 1.1, 3.0
 """A prompt comes each so many times what one takes alone, separated: nearly all of what a prefill worker can compute."""
-GOAL = 1.5
+GOAL = 1.3
 
 
 @dataclass(frozen=True)

@@ -134,8 +134,8 @@ def tenant_figures(seen: Seen) -> list[Figure]:
     }
     complete = of["modest"].outcomes.get("ok", 0) / max(1, of["modest"].num_requests)
     return [
-        Figure(f"{title}: the other's requests that were completed", complete, "share", "higher", 0.95),
-        Figure(f"{title}: the other's that kept their objectives", of["modest"].attainment or 0.0, "share", "higher", 0.95),
+        Figure(f"{title}: the other's requests that were completed", complete, "share", "higher", 0.97),
+        Figure(f"{title}: the other's that kept their objectives", of["modest"].attainment or 0.0, "share", "higher", 0.97),
         Figure(f"{title}: the other's goodput", of["modest"].goodput, "requests/s", "higher", limit=of["modest"].request_rate),
         Figure(f"{title}: its own goodput", of["flooding"].goodput, "requests/s", "higher", limit=of["flooding"].request_rate),
     ]

@@ -95,7 +95,9 @@ class Request:
         self.client_stream.fail(error)
 
     def abort(self) -> None:
-        """End every choice with the tokens that it has, and the work for it."""
+        """End every choice with the tokens that it has, and the work for it; nothing where all have ended."""
+        if self.tracker.all_finished:
+            return
         self.was_stopped = True
         self.tracker.drop_early()
         for choice in range(self.prepared.num_choices):

@@ -129,6 +129,12 @@ def test_the_pace_holds_where_few_tokens_of_a_prompt_take_as_long_as_it_is(per_t
     assert sum(chunks) == pytest.approx((took_s - 200 * 0.010) / per_token_s, rel=0.05)
 
 
+def test_the_end_of_a_prompt_that_fits_waits_for_nothing() -> None:
+    machine, _ = running(cost=COST._replace(per_prefill_token_s=0.008))
+    machine.add(3)
+    assert machine.step() == 3
+
+
 def test_prompts_go_on_beside_an_objective_that_just_can_be_kept() -> None:
     """A step without prompts takes 49 ms of an objective of 50: of SPREAD steps one has some tokens of a prompt."""
     machine, _ = running(cost=COST._replace(fixed_s=0.047))

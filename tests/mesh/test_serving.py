@@ -135,7 +135,7 @@ async def test_every_router_ends_what_is_aborted_with_what_it_has(folders: tuple
     config = LocalMeshConfig(
         model=str(folders[0]), model_name="tiny", num_prefill=1, num_both=1, num_routers=2, port=0, num_threads=1
     )
-    long = {**SAMPLED, "max_tokens": 900}
+    long = {**SAMPLED, "max_tokens": 1500}
     async with LocalMesh(config) as mesh, AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(AsyncClient((address,))) for address in mesh.router_addresses]
         expected = (await clients[0].generate(PROMPTS[0], timeout=90, **long)).token_ids
@@ -161,7 +161,7 @@ async def test_every_router_ends_what_is_aborted_with_what_it_has(folders: tuple
 
 async def test_trainers_call_it_by_the_names_that_they_know(mesh: LocalMesh, folders: tuple[Path, Path]) -> None:
     (url,) = mesh.http_urls
-    body = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 900, "temperature": 0.8, "seed": 11, "ignore_eos": True}
+    body = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 1500, "temperature": 0.8, "seed": 11, "ignore_eos": True}
     async with httpx.AsyncClient(base_url=url, timeout=60) as http:
 
         async def posted(path: str, sent: object = None) -> dict[str, Any]:

@@ -130,14 +130,14 @@ class TpotLimiter:
         decode_s = self._decode_s(decoding) + cost.per_sequence_s * num_guessed
         spare_s = pace.tokens_per_step * pace.pace_s / TARGET + min(0.0, pace.reserve_s) / SPREAD - decode_s
         least_s = min(decode_s * (1 - MAX_SHARE) / MAX_SHARE, spare_s)
-        return self._worth_a_pass(_fitting(cost, next_prompt, max(least_s, pace.step_s - decode_s)))
+        return self._worth_a_pass(next_prompt, _fitting(cost, next_prompt, max(least_s, pace.step_s - decode_s)))
 
-    def _worth_a_pass(self, num_fitting: int) -> int:
-        """Return the prompt tokens of a step with room for `num_fitting`: none, until steps have saved up for LEAST_TOKENS, or
-        SPREAD of them had none."""
+    def _worth_a_pass(self, prompt: Sequence, num_fitting: int) -> int:
+        """Return the prompt tokens of a step with room for `num_fitting`: none, until steps have saved up for LEAST_TOKENS or for
+        the rest of `prompt`, or SPREAD of them had none."""
         self._num_saved += max(0, num_fitting)
         self._num_without += 1
-        if self._num_saved < LEAST_TOKENS - 1 and self._num_without < SPREAD:
+        if self._num_saved < min(LEAST_TOKENS - 1, prompt.num_remaining) and self._num_without < SPREAD:
             return 0
         self._num_saved = self._num_without = 0
         return max(LEAST_TOKENS, num_fitting)
