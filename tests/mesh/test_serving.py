@@ -26,6 +26,8 @@ from tests.support.tiny_models import make_tiny_model
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
 PROMPTS = [f"{number}. The history of the city begins with" for number in range(6)]
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "seed": 11, "max_tokens": 160, "ignore_eos": True}
+LONG: dict[str, Any] = {**SAMPLED, "max_tokens": 1500}
+"""So long that it runs still when something is done to the mesh."""
 
 
 @pytest.fixture(scope="module")
@@ -111,16 +113,17 @@ async def test_new_weights_while_it_is_paused(mesh: LocalMesh, folders: tuple[Pa
     """What a trainer does after a step: sleep, wake paused, new weights, run. What ran before ends on its own weights."""
     async with AsyncClient(mesh.router_addresses) as client:
         old = await ask(client, 0)
+        whole = (await client.generate(PROMPTS[0], timeout=90, **LONG)).token_ids
         await client.update_weights(str(folders[1]), timeout=60)
         new = await ask(client, 0)
         await client.update_weights(str(folders[0]), timeout=60)
-        begun = asyncio.create_task(ask(client, 0))
+        begun = asyncio.create_task(client.generate(PROMPTS[0], timeout=90, **LONG))
         await asyncio.sleep(0.1)
         await client.set_serving("paused", timeout=60)
         await client.update_weights(str(folders[1]), timeout=60)
         assert not begun.done()
         await client.set_serving("running", timeout=60)
-        assert (await begun, await ask(client, 0)) == (old, new)
+        assert ((await begun).token_ids, await ask(client, 0)) == (whole, new)
         await client.set_serving("asleep", finish_running=True, timeout=60)
         done = await client.set_serving("paused", timeout=60)
         assert {worker.serving.state for worker in done.workers} == {worker_pb2.SERVING_STATE_PAUSED}
@@ -135,13 +138,12 @@ async def test_every_router_ends_what_is_aborted_with_what_it_has(folders: tuple
     config = LocalMeshConfig(
         model=str(folders[0]), model_name="tiny", num_prefill=1, num_both=1, num_routers=2, port=0, num_threads=1
     )
-    long = {**SAMPLED, "max_tokens": 1500}
     async with LocalMesh(config) as mesh, AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(AsyncClient((address,))) for address in mesh.router_addresses]
-        expected = (await clients[0].generate(PROMPTS[0], timeout=90, **long)).token_ids
+        expected = (await clients[0].generate(PROMPTS[0], timeout=90, **LONG)).token_ids
         for state in ("paused", "asleep"):
             asking = [
-                asyncio.create_task(client.generate(PROMPTS[0], mode=mode, timeout=90, **long))  # type: ignore[arg-type]
+                asyncio.create_task(client.generate(PROMPTS[0], mode=mode, timeout=90, **LONG))  # type: ignore[arg-type]
                 for client in clients
                 for mode in ("remote", "local", None)
             ]
