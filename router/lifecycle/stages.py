@@ -513,7 +513,7 @@ class Pipeline:
         if not isinstance(loss, GivenBack):
             self._core.health_recorder.failed(session.key, Role.DECODE, str(loss), lost=session.incarnation.lost.is_set())
             request.lost_on.add(session.info.revision)
-            request.avoid = frozenset({session.key})
+        request.avoid = frozenset({session.key})  # one that is asleep, too: its last report may not say so yet
         request.timings.failed(str(loss))
         tracker.drop_early()
         if tracker.anything_emitted:
