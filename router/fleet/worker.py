@@ -15,6 +15,7 @@ from router.fleet.decode_stream import DecodeStream, StreamSettings
 from router.fleet.heartbeat import SilenceDetector, SilenceLimits, Watchdog, being_cancelled, tick_s_of
 from router.fleet.incarnation import Incarnation
 from router.routing import worker_reports
+from router.routing.worker_reports import tightest
 from router.routing.worker_snapshot import WorkerSnapshot
 
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.05, 0.25
@@ -37,7 +38,7 @@ class Dispatched:
     """Count what was sent to a worker and is not surely contained in its latest heartbeat.
 
     `decodes` sequences will attend to `context` tokens. `arrived_at`: monotonic seconds at which the worker surely had it; None:
-    not known.
+    not known. `sent_at`: when it was sent, on the same clock. `pace_s`: TPOT to which it limits steps with prompts, 0: none.
     """
 
     seqs: int = 0
@@ -46,13 +47,18 @@ class Dispatched:
     decodes: int = 0
     context: int = 0
     arrived_at: float | None = None
-    num_reports: int = 0  # heartbeats that have come since
+    sent_at: float = -math.inf
+    pace_s: float = 0.0
+    num_reports: int = 0  # heartbeats with younger figures that have come since
 
     def is_contained(self, figures_at: float) -> bool:
         """Return whether a heartbeat with figures of the time `figures_at` contains it. Where its arrival is not known, the
-        second heartbeat does: the first one may have left the worker before the arrival."""
-        self.num_reports += 1
-        return self.num_reports >= 2 or (self.arrived_at is not None and figures_at > self.arrived_at)
+        second one with figures from after it was sent does: the first may have left the worker before the arrival. Figures are
+        those of the latest step's end, and a step may last for many heartbeats."""
+        if self.arrived_at is not None:
+            return figures_at > self.arrived_at
+        self.num_reports += figures_at > self.sent_at
+        return self.num_reports >= 2
 
     def ended(self, now: float) -> "Dispatched":
         """Return the entry that takes this one back from `now` (monotonic seconds) on, while a heartbeat may still contain it.
@@ -61,8 +67,9 @@ class Dispatched:
 
 
 def counted(dispatched: Iterable[Dispatched]) -> worker_reports.Counted:
-    """Return the sum of all entries, and the longest prompt."""
+    """Return the sum of all entries, the longest prompt, and the tightest pace."""
     seqs = blocks = tokens = decodes = context = longest = 0
+    pace_s = 0.0
     for sent in dispatched:
         seqs += sent.seqs
         blocks += sent.blocks
@@ -70,7 +77,8 @@ def counted(dispatched: Iterable[Dispatched]) -> worker_reports.Counted:
         decodes += sent.decodes
         context += sent.context
         longest = max(longest, sent.tokens)
-    return worker_reports.Counted(seqs, blocks, tokens, decodes, context, longest)
+        pace_s = tightest(pace_s, sent.pace_s)
+    return worker_reports.Counted(seqs, blocks, tokens, decodes, context, longest, pace_s)
 
 
 def _nothing(*_: object) -> None:
@@ -192,6 +200,7 @@ class Worker:
 
     def dispatched(self, sent: Dispatched) -> None:
         """Count what was just sent to the worker, until its heartbeats contain it or `done` is called."""
+        sent.sent_at = time.monotonic()
         self._dispatched.append(sent)
         self._view_changed()
         self._on_dispatch()

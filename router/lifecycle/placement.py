@@ -10,6 +10,7 @@ import logging
 import time
 from dataclasses import replace
 
+from pdmesh.planning.latency_model import PACE_TARGET
 from pdmesh.runtime.errors import (
     CONTEXT_OVERFLOW,
     STOPPED,
@@ -286,6 +287,7 @@ class ReserveStage:
             0 if prefill else routing_request.computed(choice.decode, ways),
             decodes=routing_request.num_choices,
             context=routing_request.num_choices * routing_request.num_tokens,
+            pace_s=PACE_TARGET * (routing_request.tpot_goal_s or 0.0),
         )
         worker.dispatched(sent)
         self._core.health_recorder.chosen(choice.decode.key, Role.DECODE)

@@ -79,8 +79,13 @@ def fingerprint_for(described: Described, adapter: AdapterId | None) -> str:
     return f"{kind}_{adapter.digest[:16]}" if kind and adapter is not None else kind
 
 
+def tightest(pace_s: float, other_s: float) -> float:
+    """Return the smaller of two paces, of which 0 is none."""
+    return min(pace_s, other_s) if pace_s and other_s else pace_s or other_s
+
+
 class Counted(NamedTuple):
-    """Sum what was sent to a worker and its report may not contain: `WorkerSnapshot.dispatched_*`."""
+    """Sum what was sent to a worker and its report may not contain: `WorkerSnapshot.dispatched_*`, and the tightest pace."""
 
     seqs: int = 0
     blocks: int = 0
@@ -88,6 +93,7 @@ class Counted(NamedTuple):
     decodes: int = 0
     context: int = 0
     longest: int = 0
+    pace_s: float = 0.0
 
 
 NOTHING = Counted()
@@ -154,7 +160,7 @@ def snapshot_of(
         num_starting=load.num_reserved + (num_prefilling if latency is not None else 0),
         max_num_batched_tokens=described.max_num_batched_tokens,
         latency=latency,
-        pace_s=load.pace_s if described.keeps_pace and 0 < load.pace_s <= MAX_PACE_S else 0.0,
+        pace_s=tightest(load.pace_s if 0 < load.pace_s <= MAX_PACE_S else 0.0, sent.pace_s) if described.keeps_pace else 0.0,
         slack_s=load.slack_s if abs(load.slack_s) <= MAX_SLACK_S else 0.0,
         tokens_per_row=per_row[0],
         computed_per_row=per_row[1],

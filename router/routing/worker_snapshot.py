@@ -27,9 +27,9 @@ class WorkerSnapshot:
     `figures_at`: monotonic seconds at which its numbers were true; `dispatched_*` is what this router sent there since.
     `num_decoding` sequences attend to `decode_context` tokens in every step; `num_starting` are prefilled or reserved and will
     decode. `latency` is None while the worker does not report its speed; `max_num_batched_tokens` 0: not reported.
-    `num_oldest_tokens` are those that the oldest prompt lacks, `dispatched_longest` those of the longest
-    prompt sent.
-    `pace_s`: TPOT to which the worker limits its steps with prompts, 0: none; `slack_s`: time its sequences are ahead of that.
+    `num_oldest_tokens` are those that the oldest prompt lacks, `dispatched_longest` those of the longest prompt sent.
+    `pace_s`: TPOT to which the worker limits its steps with prompts, for what was sent too, 0: none; `slack_s`: time that its
+    sequences are ahead of that.
     `tokens_per_row`: tokens that a sequence gets from a step lately, `computed_per_row` those computed for it, drafted tokens
     included.
     `engine`: its name, for people. `hands_over_choices`: it may be one end of the hand-off of a request with several choices;

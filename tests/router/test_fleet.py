@@ -177,6 +177,27 @@ async def test_dispatches_count_until_the_second_report() -> None:
         await worker.kill()
 
 
+async def test_a_dispatch_that_no_report_contains_has_a_pace_already() -> None:
+    worker = await StubWorker("d0", (DECODE,)).start()
+    load = worker.load()
+    load.age_ms = 60_000  # a step that takes long: what is sent meanwhile is in no figures
+    worker.load = lambda: load  # type: ignore[method-assign]
+    async with running_fleet(worker.address) as fleet:
+        await eventually(fleet.ready)
+        known = fleet.workers[worker.address]
+        known.dispatched(Dispatched(1, 10, 160, decodes=1, context=160, pace_s=0.04))
+        known.dispatched(first := Dispatched(1, 10, 160, decodes=1, context=160, pace_s=0.02))
+        known.dispatched(Dispatched(1, 10, 160, decodes=1, context=160))
+        assert fleet.views()[0].pace_s == 0.02
+        seen = worker.num_watches
+        known.done(first)
+        assert fleet.views()[0].pace_s == 0.04
+        load.pace_s = 0.03
+        await eventually(lambda: fleet.views()[0].pace_s == 0.03)
+        assert fleet.views()[0].dispatched_seqs == 2 and worker.num_watches == seen
+        await worker.kill()
+
+
 async def test_a_dispatch_ends_with_the_workers_answer() -> None:
     worker = await StubWorker("p0", (PREFILL,)).start()
     async with running_fleet(worker.address) as fleet:
@@ -200,7 +221,7 @@ async def test_what_has_ended_is_gone_before_the_report_says_so() -> None:
     async with running_fleet(worker.address) as fleet:
         await eventually(fleet.ready)
         known = fleet.workers[worker.address]
-        known.released(Dispatched(1, 10, decodes=1, context=160), time.monotonic() + 100)
+        known.released(Dispatched(1, 10, decodes=1, context=160), time.monotonic() + 0.3)
         (view,) = fleet.views()
         assert (view.num_decoding, view.dispatched_decodes, view.dispatched_seqs, view.dispatched_blocks) == (1, -1, -1, -10)
         engine = fleet.fleet_snapshot.get(worker.address)
@@ -211,9 +232,14 @@ async def test_what_has_ended_is_gone_before_the_report_says_so() -> None:
 
 async def test_a_report_of_later_than_the_arrival_contains_a_dispatch() -> None:
     sent = Dispatched(tokens=160, arrived_at=5.0)
-    assert not sent.is_contained(4.9)
-    assert Dispatched(tokens=160, arrived_at=5.0).is_contained(5.1)
-    assert sent.is_contained(4.95)  # the second one in any case
+    assert not any(sent.is_contained(4.9) for _ in range(10)), "so many heartbeats during a step of a second"
+    assert sent.is_contained(5.1)
+
+
+async def test_the_second_report_of_later_than_the_sending_contains_a_dispatch_whose_arrival_is_not_known() -> None:
+    sent = Dispatched(tokens=160, sent_at=5.0)
+    assert not any(sent.is_contained(4.9) for _ in range(10))
+    assert [sent.is_contained(5.1), sent.is_contained(5.2)] == [False, True]
 
 
 async def test_worker_that_says_nonsense_is_not_used() -> None:
