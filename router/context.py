@@ -26,6 +26,7 @@ from router.fleet.adapters import FleetAdapters, WantedAdapters
 from router.fleet.circuit_breaker import HealthRecorder
 from router.fleet.heartbeat import being_cancelled
 from router.fleet.migration import Migratable
+from router.fleet.model_changes import ServingKeeper, WantedServing
 from router.fleet.registry import FleetRegistry
 from router.fleet.rollouts import Rollouts, TrafficSplits
 from router.flow_control.capacity import AdmissionSettings, TenantBook
@@ -295,6 +296,7 @@ class RouterContext:
     overheads: Overheads
     adapters: FleetAdapters
     rollouts: Rollouts
+    serving: ServingKeeper
     objectives: Mapping[str, ModelObjective] = field(default_factory=dict)
     output_lengths: OutputLengths = field(default_factory=OutputLengths)
     decisions: Decisions = field(default_factory=Decisions)
@@ -342,7 +344,9 @@ class RouterContext:
         wanted = WantedAdapters(config.redis, config.mesh, secret)
         adapters = FleetAdapters(fleet, wanted, may_change=config.lets_clients_change_adapters)
         rollouts = Rollouts(fleet, TrafficSplits(config.redis, config.mesh, secret))
-        return cls(config, router_id, models, fleet, flow_control, prefixes, policy, overheads, adapters, rollouts, goals)
+        serving = ServingKeeper(fleet, WantedServing(config.redis, config.mesh, secret))
+        changes = adapters, rollouts, serving
+        return cls(config, router_id, models, fleet, flow_control, prefixes, policy, overheads, *changes, goals)
 
     @property
     def is_ready(self) -> bool:

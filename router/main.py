@@ -102,7 +102,7 @@ class Router:
         self.metrics_url = await self.metrics.start()
         if self.keys is not None:
             await self.keys.start()
-        await self.core.rollouts.start()
+        await asyncio.gather(self.core.rollouts.start(), self.core.serving.start())
         if self.http is not None:
             await self.http.start()
         port = await self.server.start()
@@ -145,6 +145,7 @@ class Router:
         await self.tenants.stop()
         await self.core.adapters.stop()
         await self.core.rollouts.stop()
+        await self.core.serving.stop()
         if self.registry is not None:
             await self.registry.stop()
         await self.follower.stop()

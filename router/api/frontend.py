@@ -144,7 +144,8 @@ class Frontend:
     @property
     def _model_changes(self) -> ModelChanges:
         may_change = self.core.config.lets_clients_change_adapters
-        return ModelChanges(self.core.fleet, may_change=may_change, abort=self.open_requests.abort)
+        core = self.core
+        return ModelChanges(core.fleet, core.serving, may_change=may_change, abort=self.open_requests.abort)
 
     async def set_traffic_split(self, request: mesh_pb2.SetTrafficSplitRequest) -> mesh_pb2.SetTrafficSplitResponse:
         """Split a model's new requests between revisions of its workers. Raises MeshError."""

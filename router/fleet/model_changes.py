@@ -2,46 +2,183 @@
 
 What reinforcement learning asks of a mesh: after each step of training the weights change, and while it trains on the same
 machine, the workers sleep. The workers hold the state; a router tells all of them at the same time, and the others read it in
-heartbeats.
+heartbeats. A worker that comes later, or comes back, is told what the others were told last, before it gets a request.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import grpc.aio
 
-from pdmesh.runtime.errors import FailedPrecondition, InvalidArgument, MeshError, Unavailable, error_from_rpc
+from pdmesh.runtime.errors import Aborted, FailedPrecondition, InvalidArgument, MeshError, Unavailable, error_from_rpc
+from pdmesh.runtime.registry.shared_settings import SharedSettings
 from pdmesh.runtime.rpc.fan_out import FanOut
+from pdmesh.runtime.rpc.mesh_secret import MeshSecret
 from pdmesh.v1 import mesh_pb2, worker_pb2
-from router.fleet.change_notifier import unless
+from router.fleet.change_notifier import unless, wait_at_most
+from router.fleet.following import alive_workers
 from router.fleet.registry import FleetRegistry
 from router.fleet.worker import Worker
+from router.routing.worker_snapshot import WorkerKey
 
 CALL_TIMEOUT_S = 600.0
 SEND_TIMEOUT_S = 6 * 3600.0
 MAX_FOLDER_CHARS = 4096
 DEFAULT_FINISH_S = 30.0
-SERVING_STATES = (
+PERIOD_S, FIRST_READ_S = 1.0, 2.0
+SERVING_STATES = RUNNING, PAUSED, ASLEEP = (
     worker_pb2.SERVING_STATE_RUNNING,
     worker_pb2.SERVING_STATE_PAUSED,
     worker_pb2.SERVING_STATE_ASLEEP,
 )
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
+ServingState: TypeAlias = "worker_pb2.ServingState.ValueType"
+
+
+class WantedServing(SharedSettings[str, ServingState]):
+    """Hold by model what all of its workers were told last; `refresh` exchanges it with Redis."""
+
+    def __init__(self, url: str = "", mesh: str = "default", secret: MeshSecret | None = None) -> None:
+        """As SharedSettings: who may write to Redis could stop the mesh, so entries are sealed."""
+        super().__init__(url, mesh, "serving", secret)
+        self.is_shared = bool(url)
+
+    def _dump(self, key: str, value: ServingState) -> tuple[str, str]:
+        return key, worker_pb2.ServingState.Name(value)
+
+    def _load(self, field: bytes, value: bytes) -> tuple[str, ServingState] | None:
+        state = worker_pb2.ServingState.Value(value.decode())
+        return (field.decode(), state) if state in SERVING_STATES else None
+
+
+class ServingKeeper:
+    """Tell workers that come what all others of their model were told, from `start` to `stop`.
+
+    A worker that this router has told so, from what it knew then, is told as well when that ends: another router may have ended
+    it at the same moment, and not known of the worker."""
+
+    def __init__(self, fleet: FleetRegistry, wanted: WantedServing) -> None:
+        """Nothing is done before `start`."""
+        self._fleet, self._wanted = fleet, wanted
+        self._due: dict[WorkerKey, Worker] = {}  # those that have come, and are to be told
+        self._told: set[WorkerKey] = set()
+        self._stopped: set[WorkerKey] = set()  # those that were seen to do what they were told
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._keeper: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Read what is known, for a moment, and look at every worker that comes from now on."""
+        try:
+            async with asyncio.timeout(FIRST_READ_S):
+                await self._wanted.refresh()
+        except TimeoutError:
+            logger.warning("what the workers were told last is not known yet: Redis does not answer")
+        self._fleet.on_arrival = self._arrived
+        self._keeper = asyncio.create_task(self._keep_forever(), name="keep serving states")
+
+    async def stop(self) -> None:
+        """Stop; what was told stays in Redis."""
+        self._fleet.on_arrival = None
+        tasks = [*self._tasks, *([self._keeper] if self._keeper else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._wanted.close()
+
+    def wanted(self, model: str) -> ServingState:
+        """Return what all workers of the model were told last."""
+        return self._wanted.entries.get(model, RUNNING)
+
+    async def want(self, model: str, state: ServingState) -> None:
+        """Remember what all workers of the model are told now."""
+        self._stopped.clear()
+        if state != self.wanted(model):
+            await self._wanted.put(model, state)
+
+    def _arrived(self, worker: Worker) -> None:
+        """Take a worker that runs where the others do not for one that does not either, until it was told."""
+        current = worker.current
+        if current is None or current.load.serving_state != RUNNING:
+            return
+        state = self.wanted(current.info.identity.model)
+        if state != RUNNING:
+            worker.told_serving(state)
+            self._due[worker.address, current.info.epoch] = worker
+
+    async def _keep_forever(self) -> None:
+        while True:
+            came = self._fleet.arrivals.next
+            try:
+                self._keep()  # before Redis is asked: those that have come get requests soon
+                await self._wanted.refresh()
+                self._keep()
+            except Exception:  # a bug with one worker must not stop the keeper
+                logger.exception("keeping the workers' serving states failed")
+            await wait_at_most(came, PERIOD_S)
+
+    def _keep(self) -> None:
+        alive = alive_workers(self._fleet)
+        self._told &= alive.keys()
+        if not self._wanted.is_shared:
+            self._forget_resumed(alive)
+        due, self._due = self._due, {}
+        for key, worker in due.items():
+            state = self.wanted(_model_of(worker))
+            if key in alive and state != RUNNING:
+                self._told.add(key)
+                self._begin(worker, state)
+        for key in [key for key in self._told if self.wanted(_model_of(alive[key])) == RUNNING]:
+            self._told.discard(key)
+            self._begin(alive[key], RUNNING)
+
+    def _forget_resumed(self, alive: dict[WorkerKey, Worker]) -> None:
+        """Drop what was told where a worker runs that did not: without a Redis another router may have told them since."""
+        self._stopped &= alive.keys()
+        for key, worker in alive.items():
+            if worker.is_stopped:
+                self._stopped.add(key)
+            elif key in self._stopped:
+                self._wanted.forget(_model_of(worker))
+
+    def _begin(self, worker: Worker, state: ServingState) -> None:
+        task = asyncio.create_task(self._tell(worker, state), name=f"serving state of {worker.address}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _tell(self, worker: Worker, state: ServingState) -> None:
+        name = worker_pb2.ServingState.Name(state)
+        for each in (ASLEEP, PAUSED) if state == ASLEEP else (state,):  # one that cannot sleep can pause
+            try:
+                done = await worker.control.SetServing(worker_pb2.SetServingRequest(state=each), timeout=CALL_TIMEOUT_S)
+            except grpc.aio.AioRpcError as error:
+                logger.warning("%s has come and is to be %s, as its model: %s", worker.address, name, error.details())
+                continue
+            worker.told_serving(done.state)
+            logger.info("%s has come and is %s, as its model", worker.address, worker_pb2.ServingState.Name(done.state))
+            return
+
+
+def _model_of(worker: Worker) -> str:
+    return "" if worker.last is None else worker.last.info.identity.model
 
 
 class ModelChanges:
     """Change all workers of a model that are here, all at the same time."""
 
-    def __init__(self, fleet: FleetRegistry, *, may_change: bool, abort: Callable[[str, int], None]) -> None:
-        """`may_change`: clients may change weights. `abort(model, abort_id)` ends this router's requests of a model, once for
-        each id."""
-        self._fleet, self._may_change, self._abort = fleet, may_change, abort
+    def __init__(
+        self, fleet: FleetRegistry, keeper: ServingKeeper, *, may_change: bool, abort: Callable[[str, int], None]
+    ) -> None:
+        """`keeper` tells workers that come later. `may_change`: clients may change weights. `abort(model, abort_id)` ends this
+        router's requests of a model, once for each id."""
+        self._fleet, self._keeper, self._may_change, self._abort = fleet, keeper, may_change, abort
 
     async def update_weights(self, model: str, folder: str) -> mesh_pb2.MeshUpdateWeightsResponse:
         """Have the workers load the weights and compute with them; between two of them that differ there is no hand-off. A worker
@@ -96,8 +233,17 @@ class ModelChanges:
             worker.told_serving(done.state)
             return done
 
+        self._reachable(model)
+        before = self._keeper.wanted(model)
+        await self._keeper.want(model, serving.state)
+        try:
+            answers = await self._all(model, change)
+        except MeshError as error:
+            if not isinstance(error, Aborted):  # else a newer call has come, and says what is wanted
+                await self._keeper.want(model, before)
+            raise
         told = []
-        for worker, answer in await self._all(model, change):
+        for worker, answer in answers:
             if isinstance(answer, MeshError):
                 told.append(mesh_pb2.WorkerServing(worker_id=worker_id_of(worker), error=answer.message))
             else:

@@ -71,6 +71,7 @@ class FleetRegistry:
         self.openings = ChangeNotifier()  # fires when there may be room: as `changes`, and whenever a request has ended
         self.on_dispatch: Callable[[], None] | None = None  # called whenever something was sent to a worker
         self.on_weights: Callable[[], None] | None = None  # called whenever a worker has other weights
+        self.on_arrival: Callable[[Worker], None] | None = None  # called when a worker has come, before it gets requests
         self.on_abort: Callable[[str, int], None] | None = None  # model and id: somebody has ended all of the model's requests
         self._settings = settings
         self._channels = channels
@@ -241,7 +242,7 @@ class FleetRegistry:
             on_change=lambda: self._changed(worker),
             on_view=lambda: self._outdated.add(address),
             on_dispatch=self._was_dispatched,
-            on_up=self._is_up,
+            on_up=lambda incarnation: self._is_up(incarnation, worker),
             on_weights=self._has_weights,
             on_abort=self._has_aborted,
             on_suspect=lambda: self._suspected(worker),
@@ -250,9 +251,11 @@ class FleetRegistry:
         worker.start()
         return worker
 
-    def _is_up(self, incarnation: Incarnation) -> None:
+    def _is_up(self, incarnation: Incarnation, arrived: Worker | None = None) -> None:
         described = incarnation.described
         self._contexts.put(described.address, described.model, described.max_context)
+        if arrived is not None and self.on_arrival is not None:
+            self.on_arrival(arrived)
         self.arrivals.fire()
 
     def _suspected(self, worker: Worker) -> None:

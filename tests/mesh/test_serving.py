@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -158,6 +159,46 @@ async def test_every_router_ends_what_is_aborted_with_what_it_has(folders: tuple
             assert not later.done()
             await clients[1].set_serving("running", timeout=60)
             assert await later == expected[: SAMPLED["max_tokens"]]
+        await assert_whole(mesh)
+
+
+@pytest.mark.parametrize("num_routers", [1, 2])
+async def test_a_worker_that_is_started_again_sleeps_as_the_others(folders: tuple[Path, Path], num_routers: int) -> None:
+    config = LocalMeshConfig(
+        model=str(folders[0]),
+        model_name="tiny",
+        num_both=1,
+        num_prefill=0,
+        num_decode=0,
+        num_routers=num_routers,
+        port=0,
+        num_threads=1,
+    )
+    async with LocalMesh(config) as mesh, AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(AsyncClient((address,))) for address in mesh.router_addresses]
+        expected = await ask(clients[0], 0)
+        await clients[0].set_serving("asleep", timeout=60)
+        waiting = asyncio.create_task(ask(clients[-1], 0))
+        before = {worker.info.epoch for worker in (await clients[0].status(timeout=10)).workers}
+        mesh.kill("worker-0", signal.SIGKILL)
+
+        async def states(client: AsyncClient) -> list[int]:
+            """Of the workers that have come since, and have reported to this router."""
+            workers = (await client.status(timeout=10)).workers
+            came = [worker.load.serving_state for worker in workers if worker.info.epoch not in before]
+            return [state for state in came if state]
+
+        for client in clients:
+            for _ in range(300):
+                await asyncio.sleep(0.1)
+                if seen := await states(client):
+                    break
+            assert seen == [worker_pb2.SERVING_STATE_ASLEEP]
+        await asyncio.sleep(0.5)
+        assert not waiting.done()
+        await clients[-1].set_serving("running", timeout=60)
+        assert await waiting == expected
+        assert await ask(clients[0], 0) == expected
         await assert_whole(mesh)
 
 

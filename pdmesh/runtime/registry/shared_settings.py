@@ -62,6 +62,10 @@ class SharedSettings(ABC, Generic[K, V]):
         self._generation += 1
         await self._write()
 
+    def forget(self, key: K) -> None:
+        """Drop an entry here; where there is a Redis, that has it still."""
+        self._entries.pop(key, None)
+
     async def refresh(self) -> None:
         """Write what Redis lacks, then take over what it holds. Entries are changed and never deleted: one that is missing there
         was lost with a Redis that came back empty."""
