@@ -8,6 +8,7 @@ the lowest hint is evicted, the newest among equals. Batch evicts only batch.
 """
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Hashable
 
@@ -16,6 +17,7 @@ from router.flow_control.capacity import AdmissionSettings, BusyClock, DrainRate
 from router.flow_control.fairness import FairQueue, FairShare
 from router.flow_control.slo_admission import (
     BATCH,
+    HOPELESS,
     INTERACTIVE,
     RANKS,
     STANDARD,
@@ -310,6 +312,12 @@ class DispatchOrder:
         self._limiter.refuse(ticket, refusal.reason)
         self.decided.append(ticket)
 
+    def _refuse_late(self, ticket: Ticket, lane: Lane, refusal: Refusal, now: float) -> None:
+        """Refuse a ticket that has waited for nothing: its forecast was too good."""
+        if refusal.reason == "objective" and ticket.expected_s is not None and ticket.item.ttft_s is not None:
+            lane.accuracy.observe(ticket.expected_s, math.inf, ticket.item.ttft_s, now)
+        self.refuse(ticket, refusal)
+
     def way(self, lane: Lane, item: FlowItem, forecast: Forecast | None, now: float) -> Verdict:
         """Return the verdict on a new or waiting item. It is OPEN when nothing else is in flight in the lane."""
         if not self._limiter.num_in_lane(item.lane, BATCH + 1):
@@ -341,7 +349,7 @@ class DispatchOrder:
         item, ends = ticket.item, [ticket.arrived + MAX_WAIT_S]
         needed_s = 0.0 if forecast is None else alone_s(forecast)
         if item.ttft_s is not None and forecast is not None:
-            ends.append(ticket.arrived + item.ttft_s - needed_s)
+            ends.append(ticket.arrived + HOPELESS * item.ttft_s - needed_s)
         if item.deadline is not None:
             ends.append(item.deadline - needed_s)
         heapq.heappush(self._expiries, (min(ends), ticket.number, ticket))
@@ -352,7 +360,7 @@ class DispatchOrder:
             if ticket.state is TicketState.WAITING:
                 lane = self._room.lanes[ticket.item.lane]
                 delay_s = retry_delay_s(lane.drain.seconds_for(lane.cost, lane.clock.now))
-                self.refuse(ticket, expired(ticket.item, now - ticket.arrived, now, delay_s))
+                self._refuse_late(ticket, lane, expired(ticket.item, now - ticket.arrived, now, delay_s), now)
         if len(self._expiries) > 2 * self._room.num_queued + 64:
             self._expiries = [entry for entry in self._expiries if entry[2].state is TicketState.WAITING]
             heapq.heapify(self._expiries)
@@ -379,7 +387,7 @@ class DispatchOrder:
             forecast, waited_s = ticket.item.foresee(), now - ticket.arrived
             refusal = self.too_late(lane, ticket.item, forecast, None, now, waited_s)
             if refusal is not None:
-                self.refuse(ticket, refusal)
+                self._refuse_late(ticket, lane, refusal, now)
                 continue
             its_way = self.way(lane, ticket.item, forecast, now)
             if its_way is Verdict.OPEN or lane.patience.is_over(now, self._settings.hold_timeout_s):

@@ -205,7 +205,8 @@ class Line:
 # A forecast is a median: half of the requests are later. An objective needs the upper tail, so there is a margin: the factor
 # within which all but a few of the latest requests stayed. A request beyond it raises the margin by a step; one within it lowers
 # the margin by the fraction of a step that balances the two when a share of FEW exceeds it (a quantile, tracked by steps). A
-# stall makes many requests late at once and counts once; and the margin decays over time.
+# stall makes many requests late at once and counts once; and the margin decays over time. A request that waited and was refused
+# then counts as one beyond it: it should have been refused at once.
 
 FEW = 0.03
 STEP = 0.2
@@ -245,6 +246,9 @@ class PredictorAccuracy:
 REOPEN = 0.95
 """Once a tenant is refused, its next request is admitted only with some reserve; else admission would flap with each
 heartbeat."""
+HOPELESS = 1.5
+"""A request that has waited is refused once it is predicted to take so many times its objective: forecasts are off by a fifth at
+the median, and it would have waited for nothing."""
 BATCH_ROOM = 0.8
 """Batch may use at most this fraction of the objectives of other requests."""
 MAX_WAIT_S = 3600.0
@@ -303,12 +307,12 @@ class SloEstimate:
         """Return a refusal if the item would miss its TTFT objective; None: it will be in time.
 
         `wait_s`: expected wait in the queue; None: it would be placed now. `waited_s`: its wait so far. A new item has to fit
-        with `margin` times the expected time; one that has waited is refused only if it is hopeless.
+        with `margin` times the expected time; one that has waited is refused only if it is hopeless (HOPELESS).
         """
         if forecast is None or item.ttft_s is None:
             return None
         expected_s = waited_s + expected_ttft_s(forecast, wait_s)
-        ratio = expected_s / item.ttft_s if waited_s else margin * expected_s / item.ttft_s
+        ratio = expected_s / (HOPELESS * item.ttft_s) if waited_s else margin * expected_s / item.ttft_s
         late = ratio > (REOPEN if self.refusing and not waited_s else 1.0)
         if alone_s(forecast) <= REOPEN * item.ttft_s and not waited_s:
             self.refusing = late  # a prompt too long for its objective shows nothing about the load

@@ -367,3 +367,20 @@ class AnyOrder(RuleBasedStateMachine):
 
 TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_who_has_waited_is_refused_when_hopeless_and_then_fewer_are_made_to_wait() -> None:
+    """An objective of 4 s. Forecasts were of 2.5 s, and become 5 s, then 7 s."""
+    admission = admission_of(8, 8)
+    ask(admission)
+    ttft_s = 2.5
+    asked = {"ttft_s": 4.0, "foresee": lambda: Forecast(ttft_s, 0.01, has_room=False)}
+    late, later = ask(admission, **asked), ask(admission, **asked)
+    ttft_s = 5.0
+    assert admission.look(0.5) == [] and late.state is TicketState.WAITING, "5.5 s of 4: forecasts are no better"
+    ttft_s = 7.0
+    refused = admission.look(1.0)
+    assert refused == [late, later] and all(each.refusal and each.refusal.reason == "objective" for each in refused)
+    ttft_s = 3.5
+    assert "predicted after 3500 ms" in refusal(admission, now=1.0, **asked).message, "it would have waited before"
+    assert ask(admission_of(8, 8), **asked).state is TicketState.ADMITTED
