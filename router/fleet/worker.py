@@ -51,6 +51,13 @@ class Dispatched:
     pace_s: float = 0.0
     num_reports: int = 0  # heartbeats with younger figures that have come since
 
+    @property
+    def came_at(self) -> float:
+        """Return since when it has been there, as far as is known; infinite: not known."""
+        if self.arrived_at is not None:
+            return self.arrived_at
+        return self.sent_at if self.sent_at > -math.inf else math.inf
+
     def is_contained(self, figures_at: float) -> bool:
         """Return whether a heartbeat with figures of the time `figures_at` contains it. Where its arrival is not known, the
         second one with figures from after it was sent does: the first may have left the worker before the arrival. Figures are
@@ -67,9 +74,9 @@ class Dispatched:
 
 
 def counted(dispatched: Iterable[Dispatched]) -> worker_reports.Counted:
-    """Return the sum of all entries, the longest prompt, and the tightest pace."""
+    """Return the sum of all entries, the longest prompt, the tightest pace, and when the first prompt came."""
     seqs = blocks = tokens = decodes = context = longest = 0
-    pace_s = 0.0
+    pace_s, since = 0.0, math.inf
     for sent in dispatched:
         seqs += sent.seqs
         blocks += sent.blocks
@@ -78,7 +85,9 @@ def counted(dispatched: Iterable[Dispatched]) -> worker_reports.Counted:
         context += sent.context
         longest = max(longest, sent.tokens)
         pace_s = tightest(pace_s, sent.pace_s)
-    return worker_reports.Counted(seqs, blocks, tokens, decodes, context, longest, pace_s)
+        if sent.tokens > 0:
+            since = min(since, sent.came_at)
+    return worker_reports.Counted(seqs, blocks, tokens, decodes, context, longest, pace_s, since)
 
 
 def _nothing(*_: object) -> None:

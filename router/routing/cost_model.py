@@ -14,7 +14,8 @@ where its engine keeps paces:
 With speculative decoding a sequence computes several tokens in a step and gets several: the step is longer by the former, TPOT is
 a step divided by the latter, and a step may last that many paces.
 
-Prompts in the queue come first; what the worker has done of them since its report is estimated from the report's age.
+Prompts in the queue come first; what the worker has done of them since its report is estimated from the report's age, and of
+those that it was sent since from when they came: a report has the figures of the latest step's end, and a step may last a second.
 """
 
 import math
@@ -146,13 +147,14 @@ class WorkerEstimate:
     it longer by `row_s`, besides its context. `step_s` is a step of the former alone, `others_s` one of the latter, `chunk` the
     prompt tokens that fit beside the former. `free_tokens` and `free_seqs` are free room, `largest` the longest request that fits
     when the worker is empty. `longest`: tokens of the oldest prompt, or of a longer one that was sent there; 0: prompts are
-    computed strictly in order. `sent_ahead_s`: time until a new prompt's turn, without the reported queue. `busy`: it has work.
+    computed strictly in order. `reported_s` and `dispatched_s`: how long the prompts last that its report has, and those sent
+    since. `busy`: it has work.
     """
 
     __slots__ = (
         "busy", "chunk", "context_soon", "dispatched_s", "free_seqs", "free_tokens", "key", "largest", "longest", "model",
-        "others_s", "queued_s", "queued_tokens", "reported_s", "row_s", "rows", "rows_soon", "sent_ahead_s", "share",
-        "share_soon", "slack_s", "step_s", "tokens", "view",
+        "others_s", "queued_s", "queued_tokens", "reported_s", "row_s", "rows", "rows_soon", "share", "share_soon", "slack_s",
+        "step_s", "tokens", "view",
     )  # fmt: skip
 
     def __init__(self, view: WorkerSnapshot, model: LatencyModel) -> None:
@@ -181,7 +183,6 @@ class WorkerEstimate:
         self.longest = max(view.num_oldest_tokens, view.dispatched_longest) if waiting + sent and view.shares_prompts else 0
         self.reported_s = self._lasts_s(reported_s, waiting) if waiting else 0.0
         self.dispatched_s = self._lasts_s(self.queued_s, self.queued_tokens) - self.reported_s if sent else 0.0
-        self.sent_ahead_s = self.dispatched_s + self.step_s / 2 if self.rows else self.dispatched_s
         self.busy = self.rows_soon > 0 or waiting + sent > 0
         self.free_tokens = (view.num_free_blocks - view.dispatched_blocks) * view.block_size
         self.free_seqs = view.max_num_seqs - view.num_seqs - view.dispatched_seqs
@@ -203,12 +204,16 @@ class WorkerEstimate:
 
     def ahead_s(self, now: float) -> float:
         """Return the seconds until the prompts that are here are computed, with half of the running step."""
-        ahead_s = self.sent_ahead_s
-        if not self.reported_s:
-            return ahead_s
-        age_s = now - self.view.figures_at
-        left_s = self.reported_s - age_s if age_s > 0 else self.reported_s
-        return ahead_s + left_s if left_s > 0 else ahead_s
+        view, ahead_s, reported_s = self.view, self.step_s / 2 if self.rows else 0.0, self.reported_s
+        if reported_s:
+            age_s = now - view.figures_at
+            left_s = reported_s - age_s if age_s > 0 else reported_s
+            ahead_s = ahead_s + left_s if left_s > 0 else ahead_s
+        if self.dispatched_s:
+            done_s = now - max(view.figures_at + reported_s, view.dispatched_since)
+            left_s = self.dispatched_s - done_s if done_s > 0 else self.dispatched_s
+            ahead_s = ahead_s + left_s if left_s > 0 else ahead_s
+        return ahead_s
 
     def _share_ahead_s(self, num_tokens: int, now: float) -> float:
         """Return the seconds that other prompts take of one of `num_tokens` that overtakes the oldest one: the rest of the

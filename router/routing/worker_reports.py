@@ -1,6 +1,7 @@
 """Conversion of a worker's messages (WorkerInfo, LoadReport) to the snapshot that the policy reads."""
 
 import hashlib
+import math
 from contextlib import suppress
 from functools import lru_cache
 from typing import NamedTuple
@@ -85,7 +86,9 @@ def tightest(pace_s: float, other_s: float) -> float:
 
 
 class Counted(NamedTuple):
-    """Sum what was sent to a worker and its report may not contain: `WorkerSnapshot.dispatched_*`, and the tightest pace."""
+    """Sum what was sent to a worker and its report may not contain: `WorkerSnapshot.dispatched_*`, and the tightest pace.
+
+    `since`: monotonic seconds at which the first prompt of it came there; infinite: not known, or there is none."""
 
     seqs: int = 0
     blocks: int = 0
@@ -94,6 +97,7 @@ class Counted(NamedTuple):
     context: int = 0
     longest: int = 0
     pace_s: float = 0.0
+    since: float = math.inf
 
 
 NOTHING = Counted()
@@ -171,6 +175,7 @@ def snapshot_of(
         dispatched_decodes=sent.decodes,
         dispatched_context=sent.context,
         dispatched_longest=sent.longest,
+        dispatched_since=sent.since,
         adapters=adapters_of(load),
         engine=described.engine,
         hands_over_choices=described.hands_over_choices,

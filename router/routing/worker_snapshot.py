@@ -1,6 +1,7 @@
 """The policy's view of a worker: its last report, and what this router has sent there since. Pure values."""
 
 import enum
+import math
 from dataclasses import dataclass
 
 from kvtransfer.layout import Layout, Transports
@@ -27,7 +28,8 @@ class WorkerSnapshot:
     `figures_at`: monotonic seconds at which its numbers were true; `dispatched_*` is what this router sent there since.
     `num_decoding` sequences attend to `decode_context` tokens in every step; `num_starting` are prefilled or reserved and will
     decode. `latency` is None while the worker does not report its speed; `max_num_batched_tokens` 0: not reported.
-    `num_oldest_tokens` are those that the oldest prompt lacks, `dispatched_longest` those of the longest prompt sent.
+    `num_oldest_tokens` are those that the oldest prompt lacks, `dispatched_longest` those of the longest prompt sent;
+    `dispatched_since`: monotonic seconds at which the first prompt sent came there, infinite: not known.
     `pace_s`: TPOT to which the worker limits its steps with prompts, for what was sent too, 0: none; `slack_s`: time that its
     sequences are ahead of that.
     `tokens_per_row`: tokens that a sequence gets from a step lately, `computed_per_row` those computed for it, drafted tokens
@@ -77,6 +79,7 @@ class WorkerSnapshot:
     dispatched_decodes: int = 0
     dispatched_context: int = 0
     dispatched_longest: int = 0
+    dispatched_since: float = math.inf
     adapters: frozenset[AdapterId] = frozenset()
     engine: str = ""
     hands_over_choices: bool = True

@@ -61,6 +61,19 @@ def test_a_prompt_takes_what_the_pace_leaves() -> None:
     assert prefill_s(paced(slack_s=-5.0)) == pytest.approx(0.005 + 0.4 / (1 - MAX_SHARE))  # prompts get that much in any case
 
 
+def test_what_was_sent_since_the_report_is_computed_meanwhile() -> None:
+    """400 tokens that came 0.1 s after the report, 0.408 s of work: at once on an idle worker, else behind what it had."""
+    idle = replace(BASE, max_num_batched_tokens=512, figures_at=10.0, dispatched_tokens=400, dispatched_seqs=1)
+    alone_s = 0.4 + 0.008 * 400 / 512
+    assert engine(idle).ahead_s(10.3) == pytest.approx(alone_s), "when it came is not known"
+    sent = replace(idle, dispatched_since=10.1)
+    assert [engine(sent).ahead_s(now) for now in (10.1, 10.3, 99.0)] == pytest.approx([alone_s, alone_s - 0.2, 0.0])
+    busy = replace(sent, num_waiting_tokens=200, num_prefilling=1)
+    before_s = 0.2 + 0.008 * 200 / 512
+    assert engine(busy).ahead_s(10.1) == pytest.approx(before_s - 0.1 + alone_s)
+    assert engine(busy).ahead_s(10.0 + before_s + 0.2) == pytest.approx(alone_s - 0.2)
+
+
 def test_prompts_before_it_take_the_slack_and_decode_beside_it() -> None:
     queued = paced(slack_s=0.4, num_waiting_tokens=400, num_prefilling=1, num_starting=1)
     side = engine(queued).prompt_side(400, 0, queued.figures_at)

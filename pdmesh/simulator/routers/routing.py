@@ -160,6 +160,7 @@ class Ledger:
             dispatched_decodes=sent.decodes,
             dispatched_context=sent.context,
             dispatched_longest=sent.longest,
+            dispatched_since=sent.since,
             keeps_pace=spec.keeps_pace,
             fetch_token_s=self._fetch_token_s,
             restore_token_s=self._restore_token_s,
