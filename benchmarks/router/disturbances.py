@@ -132,8 +132,8 @@ async def kill_figures(options: Options) -> list[Figure]:
 
 STREAMS, STREAM_INPUT, STREAM_OUTPUT, QUICK_OUTPUT = 4, 64, 160, 16
 PROMPT, PROMPT_OUTPUT = 2000, 2
-PERIOD_TIMES, LEAST_PERIOD_S = 1.1, 3.0
-"""A prompt comes each so many times what one takes alone, separated: nearly all of what a prefill worker can compute."""
+PERIOD_TIMES, LEAST_PERIOD_S, BESIDE_S = 1.1, 3.0, 90.0
+"""A prompt comes each so many times what one takes beside the streams, separated: nearly what a prefill worker can compute."""
 GOAL = 1.3
 
 
@@ -209,14 +209,15 @@ async def _disturbed(
 
 
 async def _measure(system: Running, mode: str, period_s: float | None, options: Options) -> tuple[Felt, float]:
-    """Return it with the period of the long prompts, in seconds; None: what follows from one alone. `mode`: of those prompts."""
+    """Return it with the period of the long prompts, in seconds; None: what follows from single ones. `mode`: of the prompts."""
     num_output = int(options.pick(STREAM_OUTPUT, QUICK_OUTPUT))
     async with asking(system.mesh, mode=mode) as prompts:
         await warm_up(system.target, options.pick(5.0, 1.0))
         await warm_up(prompts, options.pick(3.0, 1.0))
         if period_s is None:
-            alone_s, _ = await alone(prompts, PROMPT, PROMPT_OUTPUT, seed=9)
-            period_s = max(LEAST_PERIOD_S, PERIOD_TIMES * alone_s)
+            async with beside(_streams(system.target, BESIDE_S, num_output, "beside")):
+                took_s, _ = await alone(prompts, PROMPT, PROMPT_OUTPUT, seed=9)
+            period_s = max(LEAST_PERIOD_S, PERIOD_TIMES * took_s)
         idle = await _streams(system.target, options.pick(25.0, 3.0), num_output, "idle")
         seconds = options.pick(max(75.0, 12 * period_s), 7.0)
         disturbed, answered = await _disturbed(system.target, prompts, period_s, seconds, num_output)
