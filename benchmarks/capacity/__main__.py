@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import shutil
 import sys
 from collections import Counter
@@ -15,13 +16,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from benchmarks.capacity.probes import ABOVE, FULL, MAX_INPUT_TOKENS, OUTPUT_TOKENS, QUICK, TRAFFIC, Plan, Probes
+from benchmarks.capacity.probes import (
+    ABOVE,
+    FULL,
+    MAX_INPUT_TOKENS,
+    OUTPUT_TOKENS,
+    QUICK,
+    TRAFFIC,
+    Plan,
+    Probes,
+    ask_alone,
+    objectives_for,
+)
 from benchmarks.harness import MODEL, RESULTS, Figure, cancellable, parser_of, say, show, this_machine, write
 from benchmarks.peers.environments import PeerError
 from benchmarks.peers.servers import watched_shared_memory
 from benchmarks.peers.systems import SYSTEMS, System
+from benchmarks.router.mixes import RULE
 from pdmesh.loadtest import result as loadtest_result
 from pdmesh.loadtest.measure import Capacity, Trial, found, search_capacity, trial_of, window_at
+from pdmesh.loadtest.record import Objectives
 from pdmesh.loadtest.reports import comparison, text
 from pdmesh.loadtest.reports.comparison import Facts
 from pdmesh.loadtest.result import Result
@@ -128,6 +142,7 @@ def page(outcomes: Sequence[Outcome], absent: Mapping[str, str], command: str) -
     asked = [
         ("prompts", f"{TRAFFIC.input_tokens} tokens, at most {MAX_INPUT_TOKENS}; words, no two prompts alike"),
         ("answers", f"{OUTPUT_TOKENS} tokens, greedy, end of sequence ignored"),
+        ("objectives", f"{plan.objectives}; where one request alone takes more than half of 500 and 40 ms: {RULE}"),
         ("arrivals", "Poisson; at equal rates the same times and prompts for everybody"),
         (
             "a window",
@@ -220,13 +235,29 @@ def report(outcomes: Sequence[Outcome], absent: dict[str, str], folder: Path, *,
     write("capacity", figures(outcomes), model=MODEL, plan=asdict(outcomes[0].plan), windows=windows, absent=absent)
 
 
+def _kept(path: Path) -> Objectives | None:
+    return Objectives(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+
+
+async def _asked(plan: Plan, path: Path, *, fresh: bool) -> Plan:
+    """Return the plan with objectives that this machine can keep; those of an interrupted run are in a file."""
+    kept = None if fresh else _kept(path)
+    if kept is None:
+        (one_engine,) = (system for system in SYSTEMS if system.key == "aggregated")
+        kept = objectives_for(await ask_alone(one_engine))
+        path.write_text(json.dumps(asdict(kept)), encoding="utf-8")  # noqa: ASYNC240  once
+    say(f"objectives: {kept}")
+    return replace(plan, objectives=kept)
+
+
 async def run(options: argparse.Namespace) -> None:
-    plan = QUICK if options.quick else FULL
     folder = cache_folder() / "capacity"
+    folder.mkdir(parents=True, exist_ok=True)
+    objectives = folder / "objectives.json"
+    plan = await _asked(QUICK if options.quick else FULL, objectives, fresh=options.fresh)
     windows = folder / plan.key
     if options.fresh:
         shutil.rmtree(windows, ignore_errors=True)
-    folder.mkdir(parents=True, exist_ok=True)
     if windows.exists():
         say(f"going on with the {len(list(windows.glob('*.json')))} windows that were measured before (--fresh: anew)")
     systems = [system for system in SYSTEMS if not options.only or system.key in options.only.split(",")]
@@ -236,6 +267,7 @@ async def run(options: argparse.Namespace) -> None:
         raise SystemExit("none of the systems could take part")
     report(outcomes, absent, folder, whole=not options.quick and not options.only)
     shutil.rmtree(windows, ignore_errors=True)
+    objectives.unlink()
 
 
 def main() -> None:

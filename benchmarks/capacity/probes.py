@@ -16,6 +16,8 @@ from typing import Self
 from benchmarks.harness import say
 from benchmarks.peers.environments import PeerError
 from benchmarks.peers.systems import System
+from benchmarks.router.meshes import alone
+from benchmarks.router.mixes import Idle, objectives
 from pdmesh.loadtest import result as loadtest_result
 from pdmesh.loadtest.arrivals import Distribution, fixed
 from pdmesh.loadtest.measure import Measurement, Search, measure
@@ -30,9 +32,12 @@ from pdmesh.runtime.child import StartFailed
 # What everybody is asked, and how long: the same words at the same times at a given rate.
 
 
-OUTPUT_TOKENS, MAX_INPUT_TOKENS = 64, 720
-OBJECTIVES = Objectives(ttft_ms=500, tpot_ms=40, quantile=0.9)
-TRAFFIC = TrafficClass(input_tokens=Distribution("normal", (420, 100)), output_tokens=fixed(OUTPUT_TOKENS))
+INPUT_TOKENS, OUTPUT_TOKENS, MAX_INPUT_TOKENS = 420, 64, 720
+TTFT_MS, TPOT_MS = 500.0, 40.0
+OBJECTIVES = Objectives(TTFT_MS, TPOT_MS, quantile=0.9)
+LARGEST_SHARE = 0.5
+"""Where one request alone takes more than this part of them, no rate keeps them: the mixes' rule takes their place."""
+TRAFFIC = TrafficClass(input_tokens=Distribution("normal", (INPUT_TOKENS, 100)), output_tokens=fixed(OUTPUT_TOKENS))
 SEED = 20
 # After its confirmation a system is asked at so many times its capacity, too.
 ABOVE = 1.15
@@ -48,6 +53,7 @@ class Plan:
     min_rate: float = 0.2
     max_rate: float = 64.0
     tolerance: float = 0.07
+    objectives: Objectives = OBJECTIVES
 
     def measurement(self, target: str, model: str) -> Measurement:
         """A window, but for its rate. What it says of its own delay is shown: on two cores it shares them with what it loads."""
@@ -60,7 +66,7 @@ class Plan:
         }
         return Measurement(
             workload,
-            ObjectiveBook(OBJECTIVES),
+            ObjectiveBook(self.objectives),
             SEED,
             self.duration_s,
             self.warmup_s,
@@ -72,7 +78,7 @@ class Plan:
 
     @property
     def search(self) -> Search:
-        return self._search(OBJECTIVES.quantile)
+        return self._search(self.objectives.quantile)
 
     @property
     def strict_search(self) -> Search:
@@ -82,10 +88,23 @@ class Plan:
     @property
     def key(self) -> str:
         """Tells windows of one plan from those of another."""
-        return hashlib.sha256(repr((self, TRAFFIC, OBJECTIVES, SEED, MAX_INPUT_TOKENS)).encode()).hexdigest()[:12]
+        return hashlib.sha256(repr((self, TRAFFIC, SEED, MAX_INPUT_TOKENS)).encode()).hexdigest()[:12]
 
     def _search(self, attainment: float) -> Search:
         return Search(attainment, self.first_rate, self.max_rate, self.min_rate, self.tolerance, windows=1)
+
+
+def objectives_for(alone: Idle) -> Objectives:
+    """Return what is asked of a machine on which one request takes that, with nothing else to do. Pure."""
+    if max(1e3 * alone.ttft_s / TTFT_MS, 1e3 * alone.tpot_s / TPOT_MS) <= LARGEST_SHARE:
+        return OBJECTIVES
+    return replace(objectives(alone), quantile=OBJECTIVES.quantile)
+
+
+async def ask_alone(system: System) -> Idle:
+    """Medians of requests one after the other. Raises what `System.start` does."""
+    async with system.start() as target:
+        return Idle(*await alone(target, INPUT_TOKENS, OUTPUT_TOKENS, SEED))
 
 
 FULL = Plan()

@@ -17,10 +17,11 @@ import pytest
 
 from benchmarks.capacity import probes
 from benchmarks.capacity.__main__ import Outcome, confirm, figures, page, search
-from benchmarks.capacity.probes import QUICK, Plan, Probes
+from benchmarks.capacity.probes import OBJECTIVES, QUICK, Plan, Probes, objectives_for
 from benchmarks.peers import keeper
 from benchmarks.peers.environments import PeerError
 from benchmarks.peers.systems import SYSTEMS, System
+from benchmarks.router.mixes import Idle
 from pdmesh.loadtest.measure import Trial, window_at
 from pdmesh.loadtest.targets.target import Ask, Done, Event, Fleet, Said, Target, TargetInfo, Tokens, conversation
 from pdmesh.loadtest.workload import plan as planned
@@ -194,3 +195,11 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+def test_what_no_rate_could_keep_is_not_asked() -> None:
+    assert objectives_for(Idle(0.25, 0.02)) == OBJECTIVES
+    for slow in (Idle(0.26, 0.01), Idle(0.1, 0.021)):
+        asked = objectives_for(slow)
+        assert asked.quantile == OBJECTIVES.quantile
+        assert asked.ttft_ms == pytest.approx(5e3 * slow.ttft_s + 500) and asked.tpot_ms == pytest.approx(3e3 * slow.tpot_s)
