@@ -12,8 +12,10 @@ import logging
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from contextlib import suppress
 from typing import TypeAlias, TypeVar
 
+import grpc
 import grpc.aio
 
 from pdmesh.runtime.errors import Aborted, FailedPrecondition, InvalidArgument, MeshError, Unavailable, error_from_rpc
@@ -21,7 +23,7 @@ from pdmesh.runtime.registry.shared_settings import SharedSettings
 from pdmesh.runtime.rpc.fan_out import FanOut
 from pdmesh.runtime.rpc.mesh_secret import MeshSecret
 from pdmesh.v1 import mesh_pb2, worker_pb2
-from router.fleet.change_notifier import unless, wait_at_most
+from router.fleet.change_notifier import ChangeNotifier, unless
 from router.fleet.following import alive_workers
 from router.fleet.registry import FleetRegistry
 from router.fleet.worker import Worker
@@ -37,6 +39,8 @@ SERVING_STATES = RUNNING, PAUSED, ASLEEP = (
     worker_pb2.SERVING_STATE_PAUSED,
     worker_pb2.SERVING_STATE_ASLEEP,
 )
+
+_CANNOT = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNIMPLEMENTED)
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -62,32 +66,30 @@ class WantedServing(SharedSettings[str, ServingState]):
 class ServingKeeper:
     """Tell workers that come what all others of their model were told, from `start` to `stop`.
 
-    A worker that this router has told so, from what it knew then, is told as well when that ends: another router may have ended
-    it at the same moment, and not known of the worker."""
+    A worker that this router has told so, from what it knew then, is followed until its model runs: another router may have ended
+    the pause at the same moment, and not known of the worker."""
 
     def __init__(self, fleet: FleetRegistry, wanted: WantedServing) -> None:
         """Nothing is done before `start`."""
         self._fleet, self._wanted = fleet, wanted
-        self._due: dict[WorkerKey, Worker] = {}  # those that have come, and are to be told
-        self._told: set[WorkerKey] = set()
-        self._stopped: set[WorkerKey] = set()  # those that were seen to do what they were told
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._early: list[Worker] = []  # those that came before Redis was read
+        self._followers: dict[WorkerKey, asyncio.Task[None]] = {}
+        self._stopped: dict[WorkerKey, str] = {}  # those that have said that they do not run, and their models
+        self._changed = ChangeNotifier()
         self._keeper: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Read what is known, for a moment, and look at every worker that comes from now on."""
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(FIRST_READ_S):
                 await self._wanted.refresh()
-        except TimeoutError:
-            logger.warning("what the workers were told last is not known yet: Redis does not answer")
         self._fleet.on_arrival = self._arrived
         self._keeper = asyncio.create_task(self._keep_forever(), name="keep serving states")
 
     async def stop(self) -> None:
         """Stop; what was told stays in Redis."""
         self._fleet.on_arrival = None
-        tasks = [*self._tasks, *([self._keeper] if self._keeper else [])]
+        tasks = [*self._followers.values(), *([self._keeper] if self._keeper else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -98,72 +100,85 @@ class ServingKeeper:
         return self._wanted.entries.get(model, RUNNING)
 
     async def want(self, model: str, state: ServingState) -> None:
-        """Remember what all workers of the model are told now."""
-        self._stopped.clear()
-        if state != self.wanted(model):
-            await self._wanted.put(model, state)
+        """Remember what all workers of the model are told now. It is written in any case: another router may have written since
+        this one has read."""
+        self._stopped = {key: other for key, other in self._stopped.items() if other != model}
+        await self._wanted.put(model, state)
+        self._changed.fire()
+
+    def told(self, worker: Worker, state: ServingState) -> None:
+        """Take over the state that a worker has said it is in."""
+        worker.told_serving(state)
+        if worker.current is not None and state != RUNNING:
+            self._stopped[worker.address, worker.current.info.epoch] = _model_of(worker)
 
     def _arrived(self, worker: Worker) -> None:
-        """Take a worker that runs where the others do not for one that does not either, until it was told."""
+        """Take a worker that runs where the others do not for one that does not either, and have it told so."""
         current = worker.current
         if current is None or current.load.serving_state != RUNNING:
             return
-        state = self.wanted(current.info.identity.model)
-        if state != RUNNING:
-            worker.told_serving(state)
-            self._due[worker.address, current.info.epoch] = worker
+        if self._wanted.is_shared and not self._wanted.was_read:
+            self._early.append(worker)
+        state, key = self.wanted(current.info.identity.model), (worker.address, current.info.epoch)
+        if state == RUNNING or key in self._followers:
+            return
+        worker.told_serving(state)
+        task = self._followers[key] = asyncio.create_task(self._follow(worker, key), name=f"serving state of {worker.address}")
+        task.add_done_callback(lambda _: self._followers.pop(key, None))
 
     async def _keep_forever(self) -> None:
         while True:
-            came = self._fleet.arrivals.next
             try:
-                self._keep()  # before Redis is asked: those that have come get requests soon
                 await self._wanted.refresh()
                 self._keep()
             except Exception:  # a bug with one worker must not stop the keeper
                 logger.exception("keeping the workers' serving states failed")
-            await wait_at_most(came, PERIOD_S)
+            await asyncio.sleep(PERIOD_S)
 
     def _keep(self) -> None:
+        if self._early and self._wanted.was_read:
+            early, self._early = self._early, []
+            for worker in early:
+                self._arrived(worker)
         alive = alive_workers(self._fleet)
-        self._told &= alive.keys()
-        if not self._wanted.is_shared:
-            self._forget_resumed(alive)
-        due, self._due = self._due, {}
-        for key, worker in due.items():
-            state = self.wanted(_model_of(worker))
-            if key in alive and state != RUNNING:
-                self._told.add(key)
-                self._begin(worker, state)
-        for key in [key for key in self._told if self.wanted(_model_of(alive[key])) == RUNNING]:
-            self._told.discard(key)
-            self._begin(alive[key], RUNNING)
+        self._stopped = {key: model for key, model in self._stopped.items() if key in alive}
+        if not self._wanted.is_shared:  # another router may have told them since
+            for key, model in list(self._stopped.items()):
+                if not alive[key].is_stopped:
+                    self._wanted.forget(model)
+        self._changed.fire()
 
-    def _forget_resumed(self, alive: dict[WorkerKey, Worker]) -> None:
-        """Drop what was told where a worker runs that did not: without a Redis another router may have told them since."""
-        self._stopped &= alive.keys()
-        for key, worker in alive.items():
-            if worker.is_stopped:
-                self._stopped.add(key)
-            elif key in self._stopped:
-                self._wanted.forget(_model_of(worker))
+    async def _follow(self, worker: Worker, key: WorkerKey) -> None:
+        """Have the worker do what is wanted of its model until that runs, or the worker is lost or cannot."""
+        said: ServingState | None = RUNNING
+        while (current := worker.current) is not None and (worker.address, current.info.epoch) == key:
+            change, state = self._changed.next, self.wanted(_model_of(worker))
+            if state != said:
+                try:
+                    said = await self._tell(worker, state)
+                except grpc.aio.AioRpcError as error:
+                    said = None  # it may have done it all the same
+                    name = worker_pb2.ServingState.Name(state)
+                    logger.warning("%s has come and is to be %s, as its model: %s", worker.address, name, error.details())
+                    if error.code() in _CANNOT and state != RUNNING:
+                        return
+                    await asyncio.sleep(PERIOD_S)
+                    continue
+            if said == RUNNING:
+                return
+            await change.wait()
 
-    def _begin(self, worker: Worker, state: ServingState) -> None:
-        task = asyncio.create_task(self._tell(worker, state), name=f"serving state of {worker.address}")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _tell(self, worker: Worker, state: ServingState) -> None:
-        name = worker_pb2.ServingState.Name(state)
-        for each in (ASLEEP, PAUSED) if state == ASLEEP else (state,):  # one that cannot sleep can pause
-            try:
-                done = await worker.control.SetServing(worker_pb2.SetServingRequest(state=each), timeout=CALL_TIMEOUT_S)
-            except grpc.aio.AioRpcError as error:
-                logger.warning("%s has come and is to be %s, as its model: %s", worker.address, name, error.details())
-                continue
-            worker.told_serving(done.state)
-            logger.info("%s has come and is %s, as its model", worker.address, worker_pb2.ServingState.Name(done.state))
-            return
+    async def _tell(self, worker: Worker, state: ServingState) -> ServingState:
+        """Return `state` once the worker does it; one that cannot sleep pauses. Raises AioRpcError."""
+        try:
+            done = await worker.control.SetServing(worker_pb2.SetServingRequest(state=state), timeout=CALL_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            if state != ASLEEP or error.code() not in _CANNOT or self.wanted(_model_of(worker)) != ASLEEP:
+                raise
+            done = await worker.control.SetServing(worker_pb2.SetServingRequest(state=PAUSED), timeout=CALL_TIMEOUT_S)
+        self.told(worker, done.state)
+        logger.info("%s has come and is %s, as its model", worker.address, worker_pb2.ServingState.Name(done.state))
+        return state
 
 
 def _model_of(worker: Worker) -> str:
@@ -230,7 +245,7 @@ class ModelChanges:
 
         async def change(worker: Worker) -> worker_pb2.SetServingResponse:
             done = await worker.control.SetServing(serving, timeout=timeout_s)
-            worker.told_serving(done.state)
+            self._keeper.told(worker, done.state)
             return done
 
         self._reachable(model)
@@ -239,7 +254,7 @@ class ModelChanges:
         try:
             answers = await self._all(model, change)
         except MeshError as error:
-            if not isinstance(error, Aborted):  # else a newer call has come, and says what is wanted
+            if not isinstance(error, Aborted) and self._keeper.wanted(model) == serving.state:  # else a newer call has come
                 await self._keeper.want(model, before)
             raise
         told = []

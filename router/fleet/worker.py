@@ -23,6 +23,8 @@ UNUSABLE_RETRY_S = 1.0
 OTHER_STREAM_S = 0.005
 """How much later the second stream of a connection or process that ended may break than the first."""
 TRANSIT_S, MAX_CONFIRMED = 0.2, 256
+SAME_S = 0.02
+"""Figures whose times differ by less are the same, which came in two heartbeats."""
 STOPPED_GRACE_S = 30.0
 NOT_TOLD: "tuple[worker_pb2.ServingState.ValueType, float]" = (worker_pb2.SERVING_STATE_UNSPECIFIED, -math.inf)
 LATE_PERIODS = 2.5
@@ -49,7 +51,8 @@ class Dispatched:
     arrived_at: float | None = None
     sent_at: float = -math.inf
     pace_s: float = 0.0
-    num_reports: int = 0  # heartbeats with younger figures that have come since
+    num_reports: int = 0  # heartbeats with younger figures that have come since, each of its own step
+    last_figures_at: float = -math.inf  # those of the latest
 
     @property
     def came_at(self) -> float:
@@ -64,7 +67,8 @@ class Dispatched:
         those of the latest step's end, and a step may last for many heartbeats."""
         if self.arrived_at is not None:
             return figures_at > self.arrived_at
-        self.num_reports += figures_at > self.sent_at
+        if figures_at > max(self.sent_at, self.last_figures_at + SAME_S):
+            self.num_reports, self.last_figures_at = self.num_reports + 1, figures_at
         return self.num_reports >= 2
 
     def ended(self, now: float) -> "Dispatched":
@@ -76,7 +80,7 @@ class Dispatched:
 def counted(dispatched: Iterable[Dispatched]) -> worker_reports.Counted:
     """Return the sum of all entries, the longest prompt, the tightest pace, and when the first prompt came."""
     seqs = blocks = tokens = decodes = context = longest = 0
-    pace_s, since = 0.0, math.inf
+    pace_s, since, latest, latest_at = 0.0, math.inf, 0, -math.inf
     for sent in dispatched:
         seqs += sent.seqs
         blocks += sent.blocks
@@ -87,7 +91,9 @@ def counted(dispatched: Iterable[Dispatched]) -> worker_reports.Counted:
         pace_s = tightest(pace_s, sent.pace_s)
         if sent.tokens > 0:
             since = min(since, sent.came_at)
-    return worker_reports.Counted(seqs, blocks, tokens, decodes, context, longest, pace_s, since)
+            if sent.came_at > latest_at:
+                latest, latest_at = sent.tokens, sent.came_at
+    return worker_reports.Counted(seqs, blocks, tokens, decodes, context, longest, pace_s, since, latest, latest_at)
 
 
 def _nothing(*_: object) -> None:

@@ -312,10 +312,13 @@ class DispatchOrder:
         self._limiter.refuse(ticket, refusal.reason)
         self.decided.append(ticket)
 
-    def _refuse_late(self, ticket: Ticket, lane: Lane, refusal: Refusal, now: float) -> None:
-        """Refuse a ticket that has waited for nothing: its forecast was too good."""
-        if refusal.reason == "objective" and ticket.expected_s is not None and ticket.item.ttft_s is not None:
-            lane.accuracy.observe(ticket.expected_s, math.inf, ticket.item.ttft_s, now)
+    def _refuse_late(self, ticket: Ticket, lane: Lane, forecast: Forecast | None, refusal: Refusal, now: float) -> None:
+        """Refuse a ticket whose turn it is. Where it has waited for nothing, its forecast was too good; batch has none, and a
+        TPOT that no worker can keep says nothing of waits."""
+        item = ticket.item
+        is_late = refusal.reason == "objective" and never_fast_enough(item, forecast) is None and item.rank != BATCH
+        if is_late and ticket.expected_s is not None and item.ttft_s is not None:
+            lane.accuracy.observe(ticket.expected_s, math.inf, item.ttft_s, now)
         self.refuse(ticket, refusal)
 
     def way(self, lane: Lane, item: FlowItem, forecast: Forecast | None, now: float) -> Verdict:
@@ -360,7 +363,7 @@ class DispatchOrder:
             if ticket.state is TicketState.WAITING:
                 lane = self._room.lanes[ticket.item.lane]
                 delay_s = retry_delay_s(lane.drain.seconds_for(lane.cost, lane.clock.now))
-                self._refuse_late(ticket, lane, expired(ticket.item, now - ticket.arrived, now, delay_s), now)
+                self.refuse(ticket, expired(ticket.item, now - ticket.arrived, now, delay_s))
         if len(self._expiries) > 2 * self._room.num_queued + 64:
             self._expiries = [entry for entry in self._expiries if entry[2].state is TicketState.WAITING]
             heapq.heapify(self._expiries)
@@ -387,7 +390,7 @@ class DispatchOrder:
             forecast, waited_s = ticket.item.foresee(), now - ticket.arrived
             refusal = self.too_late(lane, ticket.item, forecast, None, now, waited_s)
             if refusal is not None:
-                self._refuse_late(ticket, lane, refusal, now)
+                self._refuse_late(ticket, lane, forecast, refusal, now)
                 continue
             its_way = self.way(lane, ticket.item, forecast, now)
             if its_way is Verdict.OPEN or lane.patience.is_over(now, self._settings.hold_timeout_s):

@@ -212,6 +212,9 @@ class WorkerEstimate:
         if self.dispatched_s:
             done_s = now - max(view.figures_at + reported_s, view.dispatched_since)
             left_s = self.dispatched_s - done_s if done_s > 0 else self.dispatched_s
+            # Of the latest prompt no more can be done than since it came, however late the worker is.
+            latest_s = self.dispatched_s * view.dispatched_latest / view.dispatched_tokens
+            left_s = max(left_s, latest_s - max(0.0, now - view.dispatched_latest_at))
             ahead_s = ahead_s + left_s if left_s > 0 else ahead_s
         return ahead_s
 

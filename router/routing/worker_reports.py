@@ -88,7 +88,8 @@ def tightest(pace_s: float, other_s: float) -> float:
 class Counted(NamedTuple):
     """Sum what was sent to a worker and its report may not contain: `WorkerSnapshot.dispatched_*`, and the tightest pace.
 
-    `since`: monotonic seconds at which the first prompt of it came there; infinite: not known, or there is none."""
+    `since`: monotonic seconds at which the first prompt of it came there; infinite: not known, or there is none; `latest_at` that
+    of the latest, which has `latest` tokens."""
 
     seqs: int = 0
     blocks: int = 0
@@ -98,6 +99,8 @@ class Counted(NamedTuple):
     longest: int = 0
     pace_s: float = 0.0
     since: float = math.inf
+    latest: int = 0
+    latest_at: float = -math.inf
 
 
 NOTHING = Counted()
@@ -176,6 +179,8 @@ def snapshot_of(
         dispatched_context=sent.context,
         dispatched_longest=sent.longest,
         dispatched_since=sent.since,
+        dispatched_latest=sent.latest,
+        dispatched_latest_at=sent.latest_at,
         adapters=adapters_of(load),
         engine=described.engine,
         hands_over_choices=described.hands_over_choices,

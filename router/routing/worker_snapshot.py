@@ -29,7 +29,8 @@ class WorkerSnapshot:
     `num_decoding` sequences attend to `decode_context` tokens in every step; `num_starting` are prefilled or reserved and will
     decode. `latency` is None while the worker does not report its speed; `max_num_batched_tokens` 0: not reported.
     `num_oldest_tokens` are those that the oldest prompt lacks, `dispatched_longest` those of the longest prompt sent;
-    `dispatched_since`: monotonic seconds at which the first prompt sent came there, infinite: not known.
+    `dispatched_since`: monotonic seconds at which the first prompt sent came there, infinite: not known; `dispatched_latest_at`:
+    the latest one, of `dispatched_latest` tokens.
     `pace_s`: TPOT to which the worker limits its steps with prompts, for what was sent too, 0: none; `slack_s`: time that its
     sequences are ahead of that.
     `tokens_per_row`: tokens that a sequence gets from a step lately, `computed_per_row` those computed for it, drafted tokens
@@ -80,6 +81,8 @@ class WorkerSnapshot:
     dispatched_context: int = 0
     dispatched_longest: int = 0
     dispatched_since: float = math.inf
+    dispatched_latest: int = 0
+    dispatched_latest_at: float = -math.inf
     adapters: frozenset[AdapterId] = frozenset()
     engine: str = ""
     hands_over_choices: bool = True

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -374,7 +375,7 @@ def test_who_has_waited_is_refused_when_hopeless_and_then_fewer_are_made_to_wait
     admission = admission_of(8, 8)
     ask(admission)
     ttft_s = 2.5
-    asked = {"ttft_s": 4.0, "foresee": lambda: Forecast(ttft_s, 0.01, has_room=False)}
+    asked: dict[str, Any] = {"ttft_s": 4.0, "foresee": lambda: Forecast(ttft_s, 0.01, has_room=False)}
     late, later = ask(admission, **asked), ask(admission, **asked)
     ttft_s = 5.0
     assert admission.look(0.5) == [] and late.state is TicketState.WAITING, "5.5 s of 4: forecasts are no better"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from pdmesh.runtime.errors import FailedPrecondition
+from pdmesh.runtime.errors import FailedPrecondition, Unavailable
 from pdmesh.runtime.registry.redis_server import EmbeddedRedis
 from pdmesh.v1 import mesh_pb2, worker_pb2
 from router.fleet.model_changes import ASLEEP, PAUSED, RUNNING, ServingState, WantedServing
@@ -23,13 +23,17 @@ MESH = "serving-states"
 
 
 class Servable(StubWorker):
-    """A stub that pauses and sleeps. `cannot`: a state that it refuses."""
+    """A stub that pauses and sleeps. `cannot`: a state that it refuses; `fails`: so many calls of all of them do."""
 
     cannot: ServingState = worker_pb2.SERVING_STATE_UNSPECIFIED
+    fails: int = 0
 
     async def SetServing(  # type: ignore[override]
         self, request: worker_pb2.SetServingRequest, context: object
     ) -> worker_pb2.SetServingResponse:
+        if Servable.fails:
+            Servable.fails -= 1
+            raise Unavailable("not now")
         if request.state == self.cannot:
             raise FailedPrecondition("state", "not on this machine")
         self.serving_state = request.state
@@ -129,6 +133,33 @@ async def test_a_router_that_was_told_by_another_tells_its_workers(model_folder:
         await eventually(lambda: newest.serving_state == ASLEEP)  # a router that was not there when it was said
     await newest.kill()
     await other.close()
+
+
+async def test_what_is_told_is_written_even_where_it_seems_to_be_so(model_folder: Path, redis_url: str) -> None:
+    """Another router was told to pause a moment ago, and this one does not know it yet as it is told to run."""
+    other, worker = WantedServing(redis_url, MESH), Servable("w0", BOTH)
+    await worker.start()
+    async with mesh_of(model_folder, worker, redis=redis_url) as mesh:
+        await other.put("tiny", PAUSED)
+        await told(mesh, RUNNING)
+        await other.refresh()
+        assert other.entries["tiny"] == RUNNING == mesh.router.core.serving.wanted("tiny")
+    await worker.kill()
+    await other.close()
+
+
+async def test_a_worker_that_cannot_be_told_at_once_is_told_again(model_folder: Path) -> None:
+    first = Servable("w0", BOTH)
+    await first.start()
+    async with mesh_of(model_folder, first) as mesh:
+        await told(mesh, PAUSED)
+        Servable.fails = 1
+        new = await restarted(first)
+        await eventually(lambda: new.serving_state == PAUSED)
+        assert Servable.fails == 0
+        await told(mesh, RUNNING)
+        assert (await mesh.generate(request())).tokens() == expected(8)
+    await new.kill()
 
 
 async def test_without_redis_workers_that_run_again_show_that_another_router_said_so(model_folder: Path) -> None:

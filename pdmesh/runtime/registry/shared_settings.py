@@ -41,6 +41,7 @@ class SharedSettings(ABC, Generic[K, V]):
         self._name, self._redis_key = name, f"pdmesh:{records.check_id('mesh', mesh)}:{name}"
         self._entries: dict[K, V] = {}
         self._unwritten: set[K] = set()
+        self.was_read = False  # whether Redis has ever told what it holds
 
     @abstractmethod
     def _dump(self, key: K, value: V) -> tuple[str, str]:
@@ -73,6 +74,7 @@ class SharedSettings(ABC, Generic[K, V]):
             return
         generation = self._generation
         stored = await self._link.call(self._read)
+        self.was_read |= stored is not None
         # Where one was put meanwhile, what was read may be from before.
         if stored is not None and not self._unwritten and self._generation == generation:
             lost = {key: value for key, value in self._entries.items() if key not in stored and len(stored) < MAX_ENTRIES}

@@ -161,6 +161,8 @@ class Ledger:
             dispatched_context=sent.context,
             dispatched_longest=sent.longest,
             dispatched_since=sent.since,
+            dispatched_latest=sent.latest,
+            dispatched_latest_at=sent.latest_at,
             keeps_pace=spec.keeps_pace,
             fetch_token_s=self._fetch_token_s,
             restore_token_s=self._restore_token_s,
