@@ -9,6 +9,7 @@ from router.flow_control.capacity import AdmissionSettings
 from router.flow_control.controller import Admission
 from router.flow_control.slo_admission import (
     BATCH,
+    HOPELESS,
     INTERACTIVE,
     MAX_RETRY_DELAY_S,
     MAX_WAIT_S,
@@ -197,12 +198,12 @@ def test_whoever_waits_is_refused_when_it_is_too_late_and_not_at_its_deadline() 
     sky.forecast = replace(GOOD, has_room=False)
     by_objective = waiting(admission, item(sky))
     by_deadline = waiting(admission, item(sky, ttft_s=None, deadline=0.7))
-    assert admission.look(0.37) == []
-    assert admission.look(0.41) == [by_objective]  # 0.5 s less 0.1 s that its prompt takes
-    assert by_objective.refusal is not None and by_objective.refusal.reason == "objective"
     assert admission.look(0.59) == []
-    assert admission.look(0.61) == [by_deadline]
+    assert admission.look(0.61) == [by_deadline]  # 0.7 s less 0.1 s that its prompt takes
     assert by_deadline.refusal is not None and by_deadline.refusal.reason == "deadline"
+    assert admission.look(HOPELESS * 0.5 - 0.11) == []
+    assert admission.look(HOPELESS * 0.5 - 0.09) == [by_objective]
+    assert by_objective.refusal is not None and by_objective.refusal.reason == "objective"
 
 
 def test_who_has_waited_and_would_be_late_now_is_refused_when_its_turn_comes() -> None:
@@ -210,7 +211,7 @@ def test_who_has_waited_and_would_be_late_now_is_refused_when_its_turn_comes() -
     admission = busy_mesh(sky)
     sky.forecast = replace(GOOD, has_room=False)
     late = waiting(admission, item(sky))
-    sky.forecast = Forecast(ttft_s=0.3, tpot_s=0.02, has_room=True, ahead_s=0.2)
+    sky.forecast = Forecast(ttft_s=HOPELESS * 0.5, tpot_s=0.02, has_room=True, ahead_s=0.2)
     assert admission.look(0.25) == [late] and late.state is REFUSED
     assert late.refusal is not None and "250 ms waited already" in late.refusal.message
 
