@@ -253,7 +253,7 @@ async def _asked(plan: Plan, path: Path, *, fresh: bool) -> Plan:
 async def run(options: argparse.Namespace) -> None:
     folder = cache_folder() / "capacity"
     folder.mkdir(parents=True, exist_ok=True)
-    objectives = folder / "objectives.json"
+    objectives = folder / f"objectives{'-quick' if options.quick else ''}.json"  # a quick run leaves those of an interrupted one
     plan = await _asked(QUICK if options.quick else FULL, objectives, fresh=options.fresh)
     windows = folder / plan.key
     if options.fresh:
@@ -267,7 +267,7 @@ async def run(options: argparse.Namespace) -> None:
         raise SystemExit("none of the systems could take part")
     report(outcomes, absent, folder, whole=not options.quick and not options.only)
     shutil.rmtree(windows, ignore_errors=True)
-    objectives.unlink()
+    objectives.unlink(missing_ok=True)
 
 
 def main() -> None:

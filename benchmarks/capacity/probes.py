@@ -94,11 +94,11 @@ class Plan:
         return Search(attainment, self.first_rate, self.max_rate, self.min_rate, self.tolerance, windows=1)
 
 
-def objectives_for(alone: Idle) -> Objectives:
+def objectives_for(idle: Idle) -> Objectives:
     """Return what is asked of a machine on which one request takes that, with nothing else to do. Pure."""
-    if max(1e3 * alone.ttft_s / TTFT_MS, 1e3 * alone.tpot_s / TPOT_MS) <= LARGEST_SHARE:
+    if max(1e3 * idle.ttft_s / TTFT_MS, 1e3 * idle.tpot_s / TPOT_MS) <= LARGEST_SHARE:
         return OBJECTIVES
-    return replace(objectives(alone), quantile=OBJECTIVES.quantile)
+    return replace(objectives(idle), quantile=OBJECTIVES.quantile)
 
 
 async def ask_alone(system: System) -> Idle:

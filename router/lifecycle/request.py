@@ -68,7 +68,7 @@ class Request:
         self.aborted = Signal()  # it has ended because all requests of its model were to
         self.kind: tuple[object, ...] | None = None  # once tokens were sent, workers must be of this kind
         self.system_fingerprint = ""  # reserve: names the kind of the latest worker to the client
-        self.avoid: frozenset[WorkerKey] = frozenset()  # workers that have just lost it
+        self.avoid: frozenset[WorkerKey] = frozenset()  # workers that have just lost it, or given it back
         self.was_stopped = False  # some worker was paused or asleep meanwhile: its times say nothing
         self.num_losses = 0  # of its decode worker, but for one that goes to sleep
         self.failed_holders: frozenset[WorkerKey] = frozenset()  # reserve, prefill: workers that did not send KV to be fetched
