@@ -47,6 +47,8 @@ class NaiveWorker:
     num_free: int = 0
     num_preemptions: int = 0
     num_steps: int = 0
+    num_saved: int = 0
+    num_without: int = 0
 
     def run(self, jobs: list[Job]) -> list[tuple[float | None, float | None]]:
         """In the order of `jobs`, which come by time."""
@@ -180,14 +182,20 @@ class NaiveWorker:
         goals = [row for row in self.decoding if row.job.goal_s > decode_s]
         if not goals or not self.spec.keeps_pace:
             return budget
-        step_s, pace_s = min(
-            (PACE_TARGET * r.job.goal_s + self._slack_s(r, now) / SPREAD, PACE_TARGET * r.job.goal_s) for r in goals
-        )
-        room_s = max(min(decode_s * (1 - MAX_SHARE) / MAX_SHARE, pace_s / PACE_TARGET - decode_s), step_s - decode_s)
+        row = min(goals, key=lambda row: PACE_TARGET * row.job.goal_s + self._slack_s(row, now) / SPREAD)
+        step_s = PACE_TARGET * row.job.goal_s + self._slack_s(row, now) / SPREAD
+        reserve_s = self._slack_s(row, now) + (1 - PACE_TARGET) * row.job.goal_s * row.num_paced
+        spare_s = row.job.goal_s + min(0.0, reserve_s) / SPREAD - decode_s
+        room_s = max(min(decode_s * (1 - MAX_SHARE) / MAX_SHARE, spare_s), step_s - decode_s)
         speed, num_tokens, behind = self.spec.speed, 0.0, 0.0
         for _ in range(2):
             num_tokens = room_s / (speed.per_prefill_token_s + speed.per_prefill_context_s * (first.num_computed + behind))
             behind = min(num_tokens, first.num_tokens - first.num_computed) / 2
+        self.num_saved, self.num_without = self.num_saved + max(0, int(num_tokens)), self.num_without + 1
+        lacks = first.num_tokens - first.num_computed
+        if self.num_without < SPREAD and self.num_saved < LEAST_TOKENS - 1 and self.num_saved < lacks:
+            return 0
+        self.num_saved = self.num_without = 0
         return max(LEAST_TOKENS, int(num_tokens))
 
     def _finish(self, now: float) -> None:

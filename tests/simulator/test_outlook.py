@@ -1,5 +1,7 @@
 """What a simulated router knows: the same counting as the real one's, and the same constants as the engine's."""
 
+from dataclasses import replace
+
 import pytest
 
 from pdmesh.engine.scheduler import scheduler
@@ -24,11 +26,14 @@ def test_what_was_sent_counts_until_a_report_contains_it() -> None:
     ledger = Ledger("w", LARGE)
     ledger.report(IDLE)
     sent = Dispatched(1, 7, 100, decodes=1, context=100)
-    ledger.dispatched(sent)
+    ledger.dispatched(sent, 0.5)
     view = ledger.view()
     assert view is not None
     assert (view.dispatched_seqs, view.dispatched_blocks, view.dispatched_tokens, view.dispatched_context) == (1, 7, 100, 100)
+    for taken_at in (0.3, 0.4):  # steps that ended before it was sent
+        ledger.report(IDLE._replace(taken_at=taken_at))
     ledger.report(IDLE._replace(taken_at=1.0))  # it may have left before
+    ledger.report(IDLE._replace(taken_at=1.0))  # of the same step
     assert not ledger.is_settled
     ledger.report(IDLE._replace(taken_at=1.2))
     assert ledger.is_settled
@@ -37,10 +42,10 @@ def test_what_was_sent_counts_until_a_report_contains_it() -> None:
 def test_what_has_arrived_is_in_the_next_report() -> None:
     ledger = Ledger("w", LARGE)
     sent = Dispatched(1, 7, 100, decodes=1, context=100, arrived_at=0.9)
-    ledger.dispatched(sent)
+    ledger.dispatched(sent, 0.7)
     ledger.report(IDLE._replace(taken_at=0.8))
     assert not ledger.is_settled
-    ledger.dispatched(other := Dispatched(1, 7, 100, arrived_at=0.95))
+    ledger.dispatched(other := Dispatched(1, 7, 100, arrived_at=0.95), 0.9)
     ledger.report(IDLE._replace(taken_at=1.0))
     assert ledger.is_settled
     ledger.done(other)  # once more does no harm
@@ -49,6 +54,15 @@ def test_what_has_arrived_is_in_the_next_report() -> None:
     assert view is not None
     assert (view.dispatched_seqs, view.dispatched_blocks) == (-1, -7)
     assert (view.dispatched_decodes, view.dispatched_context) == (-1, -100)
+
+
+def test_the_pace_of_what_was_sent_counts_before_a_report_has_it() -> None:
+    ledger, paced = Ledger("w", LARGE), Ledger("w", replace(LARGE, keeps_pace=False))
+    for each in (ledger, paced):
+        each.report(IDLE._replace(pace_s=0.05))
+        each.dispatched(Dispatched(1, 7, decodes=1, context=100, pace_s=0.02), 0.5)
+    views = ledger.view(), paced.view()
+    assert [view.pace_s for view in views if view is not None] == [0.02, 0.0]
 
 
 def test_who_drains_is_not_seen() -> None:
@@ -67,7 +81,7 @@ def test_an_answer_is_given_once_for_each_moment() -> None:
     assert outlook.choose(request, 1.0) is first
     assert outlook.choose(request, 1.1) is not first
     again = outlook.choose(request, 1.1)
-    outlook.dispatched("w", Dispatched(1, 1, 5000))
+    outlook.dispatched("w", Dispatched(1, 1, 5000), 1.1)
     assert outlook.choose(request, 1.1) is not again
     assert outlook.demand(request, 1.0).max_total_tokens == LARGE.largest
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pdmesh.planning.latency_model import FORGIVEN, PACE_TARGET
+from pdmesh.planning.latency_model import FORGIVEN, LEAST_TOKENS, PACE_TARGET, SPREAD, LatencyModel
 from pdmesh.simulator.workers.batch import Paces
 from pdmesh.simulator.workers.kv_room import Sequence
 from tests.simulator.test_kv_room import Nobody
@@ -48,3 +48,35 @@ def test_an_objective_that_no_step_keeps_does_not_count() -> None:
     assert tight is not None
     assert loose is not None
     assert (tight.pace_s, loose.pace_s) == (PACE_S, PACE_TARGET * 0.1)
+
+
+DECODE_S = 1e-3
+SPEED = LatencyModel(DECODE_S, 1e-3, 0.0, 0.0, 0.0)
+
+
+def test_prompts_wait_for_steps_that_have_saved_up_for_them() -> None:
+    paces, prompt = Paces(), Sequence(Nobody(), None, 100, 10)
+    paces.enter(row(4e-3), 0, 0.0)  # a pace of 3.6 ms leaves 2.6: two tokens
+    given = [paces.prompt_tokens(prompt, SPEED, DECODE_S, step, 3.6e-3 * step) for step in range(4)]
+    assert given == [0, 0, 0, LEAST_TOKENS]
+    assert paces.prompt_tokens(prompt, SPEED, DECODE_S, 4, 4 * 3.6e-3) == 0  # from the beginning
+
+
+def test_the_rest_of_a_prompt_need_not_wait_and_none_waits_for_long() -> None:
+    paces, short, long = Paces(), Sequence(Nobody(), None, 2, 10), Sequence(Nobody(), None, 100, 10)
+    paces.enter(row(4e-3), 0, 0.0)
+    assert paces.prompt_tokens(short, SPEED, DECODE_S, 0, 0.0) == LEAST_TOKENS
+    late = [paces.prompt_tokens(long, SPEED, DECODE_S, step, 4e-3 * step + 0.2) for step in range(SPREAD)]
+    assert late == [0] * (SPREAD - 1) + [LEAST_TOKENS]
+
+
+def test_who_is_behind_the_objective_itself_leaves_less() -> None:
+    paces, late = Paces(), row(0.1)
+    paces.enter(late, 0, 0.0)
+    pace = paces.tightest(DECODE_S, 10, 1.0)
+    assert pace is not None
+    assert pace.slack_s == pytest.approx(-0.1)
+    assert pace.reserve_s == pytest.approx(0.0)
+    pace = paces.tightest(DECODE_S, 10, 1.08)
+    assert pace is not None
+    assert pace.reserve_s == pytest.approx(-0.08)

@@ -60,9 +60,10 @@ class SimulatedLease:
     def begin(self, stay: Stay) -> None:
         """Send Submit."""
         self._stays[stay] = None
-        self._outlook.dispatched(stay.decode, stay.sent)
+        now = self._events.now
+        self._outlook.dispatched(stay.decode, stay.sent, now)
         if stay.prefill is not None and stay.sent_prompt is not None:
-            self._outlook.dispatched(stay.prefill, stay.sent_prompt)
+            self._outlook.dispatched(stay.prefill, stay.sent_prompt, now)
         self._events.after(self._settings.call_s, self._at_decode, stay)
 
     def lost(self, name: str) -> None:
@@ -196,7 +197,7 @@ class SimulatedLease:
             return
         cached = self._outlook.cached_tokens(request, view.key, self._events.now)
         stay.sent_prompt = Dispatched(1, blocks_for(request.num_tokens, view), max(1, request.num_tokens - cached))
-        self._outlook.dispatched(view.address, stay.sent_prompt)
+        self._outlook.dispatched(view.address, stay.sent_prompt, self._events.now)
         self._events.after(3 * self._settings.call_s, self._at_prefill, stay)
 
     def _go_local(self, stay: Stay) -> None:

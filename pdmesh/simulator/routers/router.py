@@ -7,6 +7,7 @@ arrive ─► admission ─► place ─► Submit to decode ─► Prefill, or 
 
 from collections.abc import Callable
 
+from pdmesh.planning.latency_model import PACE_TARGET
 from pdmesh.planning.objectives import PRIORITIES, Bounds
 from pdmesh.simulator.events import EventQueue
 from pdmesh.simulator.request import End, Request, Stay
@@ -169,7 +170,8 @@ class Router:
         decode, prefill = placement.decode, placement.prefill
         uncached = 0 if prefill is not None else demand.uncached(decode)
         num_tokens = request.num_tokens
-        sent = Dispatched(1, blocks_for(num_tokens, decode), uncached, decodes=1, context=num_tokens)
+        pace_s = PACE_TARGET * (request.tpot_goal_s or 0.0)
+        sent = Dispatched(1, blocks_for(num_tokens, decode), uncached, decodes=1, context=num_tokens, pace_s=pace_s)
         stay = Stay(request, placement, decode.address, sent, self._events.now, refused)
         if prefill is not None:
             stay.prefill = prefill.address

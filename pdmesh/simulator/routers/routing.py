@@ -18,7 +18,7 @@ from router.routing.cost_model import OutputLengths, Overheads
 from router.routing.filters import NoPlacement, PeerTiers, Placement, RoutingRequest, peer_tiers
 from router.routing.fleet_snapshot import FleetSnapshot
 from router.routing.policy import make_policy
-from router.routing.worker_reports import NOTHING
+from router.routing.worker_reports import NOTHING, tightest
 from router.routing.worker_snapshot import WorkerKey, WorkerSnapshot
 
 # The prefix index of one router: what workers report, and what was just sent. On the real index.
@@ -94,13 +94,14 @@ class Ledger:
         self._layout = _layout(spec.block_size)
         self._dispatched: list[Dispatched] = []
 
-    def dispatched(self, sent: Dispatched) -> None:
+    def dispatched(self, sent: Dispatched, now: float) -> None:
         """Count what was just sent, until the reports contain it or `done`."""
+        sent.sent_at = now
         self._dispatched.append(sent)
 
     def released(self, sent: Dispatched, now: float) -> None:
         """Note the end of what was sent: a report may still contain it."""
-        self.dispatched(sent.ended(now))
+        self.dispatched(sent.ended(now), now)
 
     def done(self, sent: Dispatched) -> bool:
         """Remove finished work; False: it was removed before."""
@@ -152,7 +153,7 @@ class Ledger:
             max_num_batched_tokens=spec.max_num_batched_tokens,
             latency=spec.speed,
             figures_at=figures.taken_at,
-            pace_s=figures.pace_s,
+            pace_s=tightest(figures.pace_s, sent.pace_s) if spec.keeps_pace else 0.0,
             slack_s=figures.slack_s,
             dispatched_seqs=sent.seqs,
             dispatched_blocks=sent.blocks,
@@ -224,11 +225,11 @@ class SimulatedRouting:
             ledger.report(figures)
             self._changed(name)
 
-    def dispatched(self, name: str, sent: Dispatched) -> None:
+    def dispatched(self, name: str, sent: Dispatched, now: float) -> None:
         """Count what is being sent there."""
         ledger = self._ledgers.get(name)
         if ledger is not None:
-            ledger.dispatched(sent)
+            ledger.dispatched(sent, now)
             self._changed(name)
 
     def done(self, name: str, sent: Dispatched | None) -> None:

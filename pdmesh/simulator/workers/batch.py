@@ -181,10 +181,12 @@ ROUNDING_S = 1e-9
 
 
 class Pace(NamedTuple):
-    """Hold the budget of the tightest row: a token every `pace_s`, ahead of that by `slack_s` (behind: below zero)."""
+    """Hold the budget of the tightest row: a token every `pace_s`, ahead of that by `slack_s` (behind: below zero), of its
+    objective itself by `reserve_s`."""
 
     pace_s: float
     slack_s: float
+    reserve_s: float
 
     @property
     def step_s(self) -> float:
@@ -199,12 +201,14 @@ class Paces:
         self._keys: dict[float, list[tuple[float, int, Sequence]]] = {}
         self._num_live: dict[float, int] = {}
         self._num_pushed = 0  # breaks ties of equal keys, so that sequences are not compared
+        self._num_saved = self._num_without = 0  # prompt tokens that steps without any had room for, and those steps
 
     def enter(self, sequence: Sequence, step: int, now: float) -> None:
         """Add a sequence that begins to decode at `now`, in the step after `step`."""
         goal_s = sequence.goal_s
         if goal_s:
             self._num_live[goal_s] = self._num_live.get(goal_s, 0) + 1
+            sequence.pace_step = step
             self._push(goal_s, now - PACE_TARGET * goal_s * step, sequence)
 
     def leave(self, sequence: Sequence) -> None:
@@ -223,7 +227,7 @@ class Paces:
     def tightest(self, decode_s: float, step: int, now: float) -> Pace | None:
         """Return the tightest budget; None: no row has an objective that can be kept. `decode_s`: a step of the rows alone.
         Forgives rows too far behind."""
-        paces = [Pace(PACE_TARGET * goal_s, self._slack_s(goal_s, step, now)) for goal_s in self._keys]
+        paces = [self._pace(goal_s, step, now) for goal_s in self._keys]
         return min([pace for pace in paces if pace.pace_s > PACE_TARGET * decode_s], key=lambda pace: pace.step_s, default=None)
 
     def prompt_tokens(self, prompt: Sequence, speed: LatencyModel, decode_s: float, step: int, now: float) -> int | None:
@@ -231,11 +235,27 @@ class Paces:
         pace = self.tightest(decode_s, step, now)
         if pace is None:
             return None
-        least_s = min(decode_s * (1 - MAX_SHARE) / MAX_SHARE, pace.pace_s / PACE_TARGET - decode_s)
-        return max(LEAST_TOKENS, _fitting(speed, prompt, max(least_s, pace.step_s - decode_s)))
+        spare_s = pace.pace_s / PACE_TARGET + min(0.0, pace.reserve_s) / SPREAD - decode_s
+        least_s = min(decode_s * (1 - MAX_SHARE) / MAX_SHARE, spare_s)
+        return self._worth_a_pass(prompt, _fitting(speed, prompt, max(least_s, pace.step_s - decode_s)))
+
+    def _worth_a_pass(self, prompt: Sequence, num_fitting: int) -> int:
+        """Return the prompt tokens of a step with room for `num_fitting`: few of them wait until steps have saved up for more."""
+        self._num_saved += max(0, num_fitting)
+        self._num_without += 1
+        if self._num_saved < min(LEAST_TOKENS - 1, prompt.num_remaining) and self._num_without < SPREAD:
+            return 0
+        self._num_saved = self._num_without = 0
+        return max(LEAST_TOKENS, num_fitting)
+
+    def _pace(self, goal_s: float, step: int, now: float) -> Pace:
+        """Return the budget of the row with this objective that is ahead by least."""
+        pace_s, slack_s = PACE_TARGET * goal_s, self._slack_s(goal_s, step, now)
+        num_tokens = step - self._keys[goal_s][0][2].pace_step
+        return Pace(pace_s, slack_s, slack_s + (1 / PACE_TARGET - 1) * pace_s * num_tokens)
 
     def _slack_s(self, goal_s: float, step: int, now: float) -> float:
-        """Return the least slack of this objective."""
+        """Return the least slack of this objective, whose row is the first of its heap then."""
         keys, pace_s = self._keys[goal_s], PACE_TARGET * goal_s
         since_s = pace_s * step - now
         while True:

@@ -34,7 +34,7 @@ class Sequence:
 
     __slots__ = (
         "compute_s", "end_step", "entry_step", "goal_s", "hashes", "num_blocks", "num_cached", "num_computed", "num_left",
-        "num_tokens", "pace_key", "prefill_only", "shared", "tag", "turn", "was_preempted", "watcher", "where",
+        "num_tokens", "pace_key", "pace_step", "prefill_only", "shared", "tag", "turn", "was_preempted", "watcher", "where",
     )  # fmt: skip
 
     def __init__(
@@ -60,6 +60,7 @@ class Sequence:
         self.entry_step = 0
         self.end_step: int | None = None  # while it decodes
         self.pace_key: float | None = None
+        self.pace_step = 0  # the one before its first
         self.was_preempted = False
 
     @property

@@ -352,13 +352,16 @@ class ModelledWorker:
         has_preempted = self._make_room()
         num_rows = len(rows.members)
         decode_s = speed.fixed_s + speed.per_sequence_s * num_rows + speed.per_context_token_s * rows.context
-        pieces = self._plan_prompts(decode_s, now, has_preempted=has_preempted)
+        most = self._prompt_tokens(decode_s, now)
+        pieces = self._plan_prompts(most, has_preempted=has_preempted)
         if pieces:
             return StepsUnderWay(now, 1, decode_s + prompts_s(speed, pieces), pieces=pieces)
         if not num_rows:
             return None
         free = self.room.num_free + rows.next_growth  # the first step's blocks are taken
-        num_steps = 1 if has_preempted and self.waiting else rows.steps_within(free, rows.steps_to_end())
+        # what rows leave to prompts is another thing in each step
+        is_alone = most is not None or (has_preempted and bool(self.waiting))
+        num_steps = 1 if is_alone else rows.steps_within(free, rows.steps_to_end())
         return StepsUnderWay(now, num_steps, decode_s, speed.per_context_token_s * num_rows)
 
     def _make_room(self) -> bool:
@@ -390,22 +393,25 @@ class ModelledWorker:
         self.num_to_prefill += victim.num_tokens
         insort(self.waiting, victim, key=_turn)
 
-    def _plan_prompts(self, decode_s: float, now: float, *, has_preempted: bool) -> list[tuple[Sequence, int]]:
-        """Return chunks for the next step: of prompts much shorter than the oldest one, then of all in order of arrival. Waiting
-        sequences get blocks in their turn, unless one that was just preempted would get them."""
+    def _prompt_tokens(self, decode_s: float, now: float) -> int | None:
+        """Return how many prompt tokens the rows leave to the next step; None: there are no prompts, or no rows with a pace."""
         first = self.prompts[0] if self.prompts else self.waiting[0] if self.waiting else None
-        if first is None:
-            return []
-        rows, spec, pieces = self.rows, self.spec, list[tuple[Sequence, int]]()
-        budget = spec.max_num_batched_tokens - len(rows.members)
-        if rows.members and spec.keeps_pace:
-            most = self.paces.prompt_tokens(first, spec.speed, decode_s, rows.step, now)
-            budget = budget if most is None else min(budget, most)
+        if first is None or not self.rows.members or not self.spec.keeps_pace:
+            return None
+        return self.paces.prompt_tokens(first, self.spec.speed, decode_s, self.rows.step, now)
+
+    def _plan_prompts(self, most: int | None, *, has_preempted: bool) -> list[tuple[Sequence, int]]:
+        """Return chunks for the next step, `most` tokens together: of prompts much shorter than the oldest one, then of all in
+        order of arrival. Waiting sequences get blocks in their turn, unless one that was just preempted would get them."""
+        pieces, budget = list[tuple[Sequence, int]](), self.spec.max_num_batched_tokens - len(self.rows.members)
+        budget = budget if most is None else min(budget, most)
+        if budget <= 0:
+            return pieces
         if not has_preempted:
             pieces = self._short_pieces(budget)
         budget -= sum([num_tokens for _, num_tokens in pieces])
         planned = {sequence for sequence, _ in pieces}
-        admit = not (has_preempted and bool(rows.members or self.prompts))
+        admit = not (has_preempted and bool(self.rows.members or self.prompts))
         for sequence in self._in_turn(admit=admit):
             if sequence in planned:
                 continue
