@@ -314,13 +314,24 @@ def test_what_was_not_used_for_longest_is_removed(llama: Path, cache: PackedCach
         start()
     size = entries(cache.folder)[0].num_bytes
     for age, start in enumerate(starts[:3]):
-        os.utime(cache.folder / f"{start.name.text}.json", (1000 + age, 1000 + age))
+        used_at = time.time() - 1000 + age
+        os.utime(cache.folder / f"{start.name.text}.json", (used_at, used_at))
     starts[0]()  # a use
     starts[3].cache = replace(cache, max_bytes=3 * size)
     starts[3]()
     kept = {entry.path.name[0] for entry in entries(cache.folder)}
     assert kept == {"a", "c", "d"}
     assert {path.name[0] for path in cache.folder.iterdir() if not path.name.endswith(".lock")} == kept  # others may hold locks
+
+
+def test_what_was_not_used_for_a_month_is_removed_though_there_is_room(llama: Path, cache: PackedCache) -> None:
+    starts = [Start(llama, cache, digest=digest * 64) for digest in "abc"]
+    for start, days in zip(starts[:2], (31, 29), strict=True):
+        start()
+        used_at = time.time() - days * 24 * 3600
+        os.utime(cache.folder / f"{start.name.text}.json", (used_at, used_at))
+    starts[2]()
+    assert {entry.path.name[0] for entry in entries(cache.folder)} == {"b", "c"}
 
 
 def test_what_a_killed_process_left_is_removed(start: Start) -> None:
