@@ -114,6 +114,8 @@ def with_policy(shape: Shape, policy: str) -> Shape:
 
 
 TIMEOUT_S = 120.0
+CLOSED_TIMEOUT_S = 600.0
+"""Where a client keeps as many long prompts running as a slow machine computes in minutes."""
 WARMUP_S = 4.0
 
 
@@ -189,11 +191,17 @@ class Call:
 
 
 async def call(
-    target: Target, name: str, num_input: int, num_output: int, seed: int, objectives: Objectives | None = None
+    target: Target,
+    name: str,
+    num_input: int,
+    num_output: int,
+    seed: int,
+    objectives: Objectives | None = None,
+    timeout_s: float = TIMEOUT_S,
 ) -> Call:
     """Asks once, with a prompt that nobody else has."""
     said = (Said((Segment(name, num_input),)),)
-    ask = Ask(f"{name}-{seed}", seed, TrafficClass(), said, num_output, TIMEOUT_S, objectives or Objectives())
+    ask = Ask(f"{name}-{seed}", seed, TrafficClass(), said, num_output, timeout_s, objectives or Objectives())
     prepared, sent_s = target.prepare(ask), time.monotonic()
     times: list[float] = []
     num_tokens = 0
@@ -231,7 +239,8 @@ async def closed_loop(
         turn = number
         while time.monotonic() - started < seconds:
             num_input, num_output = lengths[turn % len(lengths)]
-            calls.append(await call(target, f"closed-{number}-{turn}", num_input, num_output, seed))
+            name = f"closed-{number}-{turn}"
+            calls.append(await call(target, name, num_input, num_output, seed, timeout_s=CLOSED_TIMEOUT_S))
             turn += 1
 
     await asyncio.gather(*(one_after_the_other(number) for number in range(concurrency)))
