@@ -26,7 +26,8 @@ from router.fleet.adapters import FleetAdapters, WantedAdapters
 from router.fleet.circuit_breaker import HealthRecorder
 from router.fleet.heartbeat import being_cancelled
 from router.fleet.migration import Migratable
-from router.fleet.model_changes import ServingKeeper, WantedServing
+from router.fleet.model_changes.serving import ServingKeeper, WantedServing
+from router.fleet.model_changes.weights import ReplacedWeights, WeightsKeeper
 from router.fleet.registry import FleetRegistry
 from router.fleet.rollouts import Rollouts, TrafficSplits
 from router.flow_control.capacity import AdmissionSettings, TenantBook
@@ -297,6 +298,7 @@ class RouterContext:
     adapters: FleetAdapters
     rollouts: Rollouts
     serving: ServingKeeper
+    weights: WeightsKeeper
     objectives: Mapping[str, ModelObjective] = field(default_factory=dict)
     output_lengths: OutputLengths = field(default_factory=OutputLengths)
     decisions: Decisions = field(default_factory=Decisions)
@@ -345,7 +347,8 @@ class RouterContext:
         adapters = FleetAdapters(fleet, wanted, may_change=config.lets_clients_change_adapters)
         rollouts = Rollouts(fleet, TrafficSplits(config.redis, config.mesh, secret))
         serving = ServingKeeper(fleet, WantedServing(config.redis, config.mesh, secret))
-        changes = adapters, rollouts, serving
+        weights = WeightsKeeper(fleet, ReplacedWeights(config.redis, config.mesh, secret))
+        changes = adapters, rollouts, serving, weights
         return cls(config, router_id, models, fleet, flow_control, prefixes, policy, overheads, *changes, goals)
 
     @property

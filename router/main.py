@@ -102,7 +102,7 @@ class Router:
         self.metrics_url = await self.metrics.start()
         if self.keys is not None:
             await self.keys.start()
-        await asyncio.gather(self.core.rollouts.start(), self.core.serving.start())
+        await asyncio.gather(self.core.rollouts.start(), self.core.serving.start(), self.core.weights.start())
         if self.http is not None:
             await self.http.start()
         port = await self.server.start()
@@ -146,6 +146,7 @@ class Router:
         await self.core.adapters.stop()
         await self.core.rollouts.stop()
         await self.core.serving.stop()
+        await self.core.weights.stop()
         if self.registry is not None:
             await self.registry.stop()
         await self.follower.stop()

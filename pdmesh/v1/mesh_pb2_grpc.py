@@ -207,8 +207,9 @@ class MeshServicer:
 
     def UpdateWeights(self, request, context):
         """UpdateWeights has every worker of a model compute with other weights what comes from then on; requests end on the weights that they
-        began with. It returns when all have answered. INVALID_ARGUMENT names the field; NOT_FOUND: unknown model; FAILED_PRECONDITION: no
-        worker could, or the router does not allow changes; UNAVAILABLE: no worker.
+        began with. It returns when all have answered. A worker that comes later with weights that were replaced loads the folder before it
+        gets a request. INVALID_ARGUMENT names the field; NOT_FOUND: unknown model; FAILED_PRECONDITION: no worker could, or the router does
+        not allow changes; UNAVAILABLE: no worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -235,7 +236,8 @@ class MeshServicer:
 
     def SendWeights(self, request_iterator, context):
         """SendWeights is UpdateWeights for a client that shares no folder with the workers: the files of the weights come in the stream, and
-        every worker of the model gets them while they come. INVALID_ARGUMENT names the field. Else as UpdateWeights.
+        every worker of the model gets them while they come; one that comes later keeps its own. INVALID_ARGUMENT names the field. Else as
+        UpdateWeights.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

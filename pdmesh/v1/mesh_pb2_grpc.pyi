@@ -75,8 +75,9 @@ class MeshStub:
     """
     UpdateWeights: _grpc.UnaryUnaryMultiCallable[_mesh_pb2.MeshUpdateWeightsRequest, _mesh_pb2.MeshUpdateWeightsResponse]
     """UpdateWeights has every worker of a model compute with other weights what comes from then on; requests end on the weights that they
-    began with. It returns when all have answered. INVALID_ARGUMENT names the field; NOT_FOUND: unknown model; FAILED_PRECONDITION: no
-    worker could, or the router does not allow changes; UNAVAILABLE: no worker.
+    began with. It returns when all have answered. A worker that comes later with weights that were replaced loads the folder before it
+    gets a request. INVALID_ARGUMENT names the field; NOT_FOUND: unknown model; FAILED_PRECONDITION: no worker could, or the router does
+    not allow changes; UNAVAILABLE: no worker.
     """
     SetTrafficSplit: _grpc.UnaryUnaryMultiCallable[_mesh_pb2.SetTrafficSplitRequest, _mesh_pb2.SetTrafficSplitResponse]
     """SetTrafficSplit says which shares of a model's new requests go to which revisions of its workers, at once and on all routers of the
@@ -91,7 +92,8 @@ class MeshStub:
     """
     SendWeights: _grpc.StreamUnaryMultiCallable[_worker_pb2.SendWeightsRequest, _mesh_pb2.MeshUpdateWeightsResponse]
     """SendWeights is UpdateWeights for a client that shares no folder with the workers: the files of the weights come in the stream, and
-    every worker of the model gets them while they come. INVALID_ARGUMENT names the field. Else as UpdateWeights.
+    every worker of the model gets them while they come; one that comes later keeps its own. INVALID_ARGUMENT names the field. Else as
+    UpdateWeights.
     """
 
 @_typing.type_check_only
@@ -140,8 +142,9 @@ class MeshAsyncStub(MeshStub):
     """
     UpdateWeights: _aio.UnaryUnaryMultiCallable[_mesh_pb2.MeshUpdateWeightsRequest, _mesh_pb2.MeshUpdateWeightsResponse]  # type: ignore[assignment]
     """UpdateWeights has every worker of a model compute with other weights what comes from then on; requests end on the weights that they
-    began with. It returns when all have answered. INVALID_ARGUMENT names the field; NOT_FOUND: unknown model; FAILED_PRECONDITION: no
-    worker could, or the router does not allow changes; UNAVAILABLE: no worker.
+    began with. It returns when all have answered. A worker that comes later with weights that were replaced loads the folder before it
+    gets a request. INVALID_ARGUMENT names the field; NOT_FOUND: unknown model; FAILED_PRECONDITION: no worker could, or the router does
+    not allow changes; UNAVAILABLE: no worker.
     """
     SetTrafficSplit: _aio.UnaryUnaryMultiCallable[_mesh_pb2.SetTrafficSplitRequest, _mesh_pb2.SetTrafficSplitResponse]  # type: ignore[assignment]
     """SetTrafficSplit says which shares of a model's new requests go to which revisions of its workers, at once and on all routers of the
@@ -156,7 +159,8 @@ class MeshAsyncStub(MeshStub):
     """
     SendWeights: _aio.StreamUnaryMultiCallable[_worker_pb2.SendWeightsRequest, _mesh_pb2.MeshUpdateWeightsResponse]  # type: ignore[assignment]
     """SendWeights is UpdateWeights for a client that shares no folder with the workers: the files of the weights come in the stream, and
-    every worker of the model gets them while they come. INVALID_ARGUMENT names the field. Else as UpdateWeights.
+    every worker of the model gets them while they come; one that comes later keeps its own. INVALID_ARGUMENT names the field. Else as
+    UpdateWeights.
     """
 
 class MeshServicer(metaclass=_abc_1.ABCMeta):
@@ -274,8 +278,9 @@ class MeshServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_mesh_pb2.MeshUpdateWeightsResponse, _abc.Awaitable[_mesh_pb2.MeshUpdateWeightsResponse]]:
         """UpdateWeights has every worker of a model compute with other weights what comes from then on; requests end on the weights that they
-        began with. It returns when all have answered. INVALID_ARGUMENT names the field; NOT_FOUND: unknown model; FAILED_PRECONDITION: no
-        worker could, or the router does not allow changes; UNAVAILABLE: no worker.
+        began with. It returns when all have answered. A worker that comes later with weights that were replaced loads the folder before it
+        gets a request. INVALID_ARGUMENT names the field; NOT_FOUND: unknown model; FAILED_PRECONDITION: no worker could, or the router does
+        not allow changes; UNAVAILABLE: no worker.
         """
 
     @_abc_1.abstractmethod
@@ -308,7 +313,8 @@ class MeshServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_mesh_pb2.MeshUpdateWeightsResponse, _abc.Awaitable[_mesh_pb2.MeshUpdateWeightsResponse]]:
         """SendWeights is UpdateWeights for a client that shares no folder with the workers: the files of the weights come in the stream, and
-        every worker of the model gets them while they come. INVALID_ARGUMENT names the field. Else as UpdateWeights.
+        every worker of the model gets them while they come; one that comes later keeps its own. INVALID_ARGUMENT names the field. Else as
+        UpdateWeights.
         """
 
 def add_MeshServicer_to_server(servicer: MeshServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -19,7 +19,7 @@ from router.api import embedding, explain, status
 from router.api.validation import MAX_PRIORITY_HINT, MAX_RETENTION_S, MAX_TENANT_CHARS, check_session_id, refuse
 from router.auth import identity
 from router.context import RouterContext
-from router.fleet.model_changes import ModelChanges
+from router.fleet.model_changes.changes import ModelChanges
 from router.lifecycle.request import OpenRequests, Request
 from router.lifecycle.stages import Pipeline
 from router.telemetry.request_trace import CHAT, COMPLETION, EMBEDDINGS, open_trace
@@ -145,7 +145,7 @@ class Frontend:
     def _model_changes(self) -> ModelChanges:
         may_change = self.core.config.lets_clients_change_adapters
         core = self.core
-        return ModelChanges(core.fleet, core.serving, may_change=may_change, abort=self.open_requests.abort)
+        return ModelChanges(core.fleet, core.serving, core.weights, may_change=may_change, abort=self.open_requests.abort)
 
     async def set_traffic_split(self, request: mesh_pb2.SetTrafficSplitRequest) -> mesh_pb2.SetTrafficSplitResponse:
         """Split a model's new requests between revisions of its workers. Raises MeshError."""

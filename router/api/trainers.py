@@ -33,7 +33,7 @@ from router.api.http.openapi import Endpoint
 from router.api.http.types import AnswerBody, Body, Ignored, checked
 from router.api.validation import refuse
 from router.auth import identity
-from router.fleet.model_changes import MAX_FOLDER_CHARS
+from router.fleet.model_changes.weights import MAX_FOLDER_CHARS
 
 RUNNING, PAUSED, ASLEEP = (
     worker_pb2.SERVING_STATE_RUNNING,

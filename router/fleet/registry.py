@@ -71,7 +71,7 @@ class FleetRegistry:
         self.openings = ChangeNotifier()  # fires when there may be room: as `changes`, and whenever a request has ended
         self.on_dispatch: Callable[[], None] | None = None  # called whenever something was sent to a worker
         self.on_weights: Callable[[], None] | None = None  # called whenever a worker has other weights
-        self.on_arrival: Callable[[Worker], None] | None = None  # called when a worker has come, before it gets requests
+        self.on_arrival: list[Callable[[Worker], None]] = []  # called when a worker has come, before it gets requests
         self.on_abort: Callable[[str, int], None] | None = None  # model and id: somebody has ended all of the model's requests
         self._settings = settings
         self._channels = channels
@@ -254,8 +254,9 @@ class FleetRegistry:
     def _is_up(self, incarnation: Incarnation, arrived: Worker | None = None) -> None:
         described = incarnation.described
         self._contexts.put(described.address, described.model, described.max_context)
-        if arrived is not None and self.on_arrival is not None:
-            self.on_arrival(arrived)
+        if arrived is not None:
+            for look in self.on_arrival:
+                look(arrived)
         self.arrivals.fire()
 
     def _suspected(self, worker: Worker) -> None:

@@ -130,6 +130,7 @@ class Worker:
         self.prefill = prefill_pb2_grpc.PrefillServiceStub(channel)
         self.decode = decode_pb2_grpc.DecodeServiceStub(channel)
         self.is_suspect = False
+        self.is_held = False  # it gets no requests until it is as the others of its model
         self.decode_stream = DecodeStream(
             address,
             self.decode,
@@ -210,7 +211,7 @@ class Worker:
         """Return whether it is paused or asleep: it takes no new requests until somebody has it run. One that has fallen silent
         is taken to be so for a while: whatever stopped it may have taken the machine's processors as well."""
         if self.current is not None:
-            return self.current.is_stopped
+            return self.is_held or self.current.is_stopped
         return self.last is not None and self.last.is_stopped and time.monotonic() - self.lost_at < STOPPED_GRACE_S
 
     def dispatched(self, sent: Dispatched) -> None:
@@ -279,6 +280,17 @@ class Worker:
             self.current.load.serving_state = state
             self._view_changed()
             self._on_change()
+
+    def hold(self) -> None:
+        """Send it nothing until `release`, or until it is another process."""
+        self.is_held = True
+        self._view_changed()
+
+    def release(self) -> None:
+        """Send it requests again."""
+        self.is_held = False
+        self._view_changed()
+        self._on_change()
 
     def told_adapter(self, info: common_pb2.AdapterInfo) -> None:
         """Count an adapter that the worker has said it loaded, before its next report does."""
@@ -399,7 +411,7 @@ class Worker:
         info = incarnation.info
         logger.info("worker %s is alive at %s, epoch %016x", info.worker_id, self.address, info.epoch)
         self.current = self.last = incarnation
-        self._told_serving = NOT_TOLD
+        self._told_serving, self.is_held = NOT_TOLD, False
         self._refusal = ""
         self._dispatched.clear()
         self._foreign.clear()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import signal
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import grpc.aio
@@ -189,3 +192,48 @@ async def test_weights_that_are_sent(mesh: LocalMesh, folders: tuple[Path, Path]
     with Client(mesh.router_addresses) as blocking:
         await asyncio.to_thread(blocking.send_weights, folders[0], timeout=60)
     await assert_whole(mesh)
+
+
+async def restarted(mesh: LocalMesh, name: str) -> None:
+    """Kill it, and return when every router knows the process that came in its place."""
+    async with AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(AsyncClient((address,))) for address in mesh.router_addresses]
+        before = {worker.info.epoch for worker in (await clients[0].status(timeout=10)).workers}
+        mesh.kill(name, signal.SIGKILL)
+        for client in clients:
+            for _ in range(300):
+                await asyncio.sleep(0.1)
+                workers = (await client.status(timeout=10)).workers
+                if [worker for worker in workers if worker.info.epoch not in before and worker.load.serving_state]:
+                    break
+            else:
+                raise AssertionError(f"{name} did not come back")
+
+
+async def test_a_worker_that_is_started_again_has_the_present_weights(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    """Whichever router is asked first. What is not there any more, and what was sent, it cannot have: it serves with its own."""
+    config = LocalMeshConfig(
+        model=str(folders[0]), model_name="tiny", num_prefill=0, num_decode=0, num_both=1, num_routers=2, port=0, num_threads=1
+    )
+    async with LocalMesh(config) as mesh, AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(AsyncClient((address,))) for address in mesh.router_addresses]
+        first = await answers(clients[0])
+        await clients[0].update_weights(str(folders[1]), timeout=60)
+        second = await answers(clients[0])
+        assert first != second
+        mesh.kill("worker-0", signal.SIGKILL)
+        assert await asyncio.gather(*map(answers, clients)) == [second] * 2, "not one request came before the weights"
+        await clients[1].update_weights(str(folders[0]), timeout=60)
+        await restarted(mesh, "worker-0")
+        assert await asyncio.gather(*map(answers, clients)) == [first] * 2
+        passing = make_tiny_model(tmp_path / "passing", seed=3)
+        await clients[0].update_weights(str(passing), timeout=60)
+        assert await answers(clients[1]) not in (first, second)
+        shutil.rmtree(passing)
+        await restarted(mesh, "worker-0")
+        assert await answers(clients[0]) == first
+        await clients[0].send_weights(folders[1], timeout=60)
+        assert await answers(clients[1]) == second
+        await restarted(mesh, "worker-0")
+        assert await answers(clients[1]) == first
+        await assert_whole(mesh)

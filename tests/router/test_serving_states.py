@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 from pdmesh.runtime.errors import FailedPrecondition, Unavailable
 from pdmesh.runtime.registry.redis_server import EmbeddedRedis
 from pdmesh.v1 import mesh_pb2, worker_pb2
-from router.fleet.model_changes import ASLEEP, PAUSED, RUNNING, ServingState, WantedServing
+from router.fleet.model_changes.serving import ASLEEP, PAUSED, RUNNING, ServingState, WantedServing
 from tests.router.mesh import Mesh, config_for, expected, request, running_router
 from tests.router.stub_workers import DECODE, PREFILL, StubWorker
 from tests.support.waiting import eventually

@@ -22,15 +22,15 @@ GOALS = {
     "up_arrows": 0,
 }
 """What is wanted."""
-REACHED = {"remote_files": 130, "tcp_push_files": 17, "modules_not_registered": 611}
+REACHED = {"remote_files": 130, "tcp_push_files": 17, "modules_not_registered": 614}
 """What is allowed where a goal is not reached. The files of a request may shrink only, but for what a request newly meets
 (blocks that it claims, prompts that it waits for, prefixes that are counted, versions of weights, shares of traffic; a report
 of load may come beside it; a connection asks what the system can do, and does that or its fallback); modules grow
 with what is built (adapters, headers, distillation, GGUF's architectures, a step's memory, engines behind an interface, stock
 engines, parsers of calls, the shared layer of APIs over HTTP and its bodies as types, batch files, embeddings, addresses, the
 mesh secret, bills of materials, sessions and traces of the load test, KV tiers and KV events came after 420, then warming,
-rounding, claims, prompts under way, peers' tiers, revisions, pause and sleep, weights that are sent, and what only some
-systems have; a request passes the tiers, too). A push over tcp reads its peer's address
+rounding, claims, prompts under way, peers' tiers, revisions, pause and sleep, weights that are sent or replaced, and what
+only some systems have; a request passes the tiers, too). A push over tcp reads its peer's address
 where every address is read: one file more, and one way less to write an IPv6 host."""
 
 SEEN_BY_A_REQUEST = {"router", "prefill_service", "decode_service", "kvtransfer", "engine", "worker", "text"}

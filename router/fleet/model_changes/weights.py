@@ -1,0 +1,198 @@
+"""Replaced weights: a worker that comes later, or comes back, with weights that were replaced gets what replaced them first.
+
+    UpdateWeights(folder) ─► every worker of the model ─► Redis: folder, its hash, and the hashes of what it replaced
+    a worker comes with one of those ─► no request goes to it ─► UpdateWeights(folder) there ─► it is one of the others
+
+A worker with weights that were never replaced is left alone: it is a new deployment, whose weights are newer than what was said.
+What was sent, and not read from a folder, no router has any more: such a worker keeps its own, and the log says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+
+from pdmesh.runtime.registry.shared_settings import SharedSettings
+from pdmesh.runtime.rpc.mesh_secret import MeshSecret
+from pdmesh.v1 import worker_pb2
+from router.fleet.following import alive_workers
+from router.fleet.registry import FleetRegistry
+from router.fleet.worker import Worker
+from router.routing.worker_snapshot import WorkerKey
+
+CALL_TIMEOUT_S = 600.0
+PERIOD_S, FIRST_READ_S = 1.0, 2.0
+AGAIN_AFTER_S = 10.0
+"""A worker that could not be asked, or had no time, is asked again after this time."""
+MAX_REPLACED = 64
+MAX_FOLDER_CHARS, MAX_HASH_CHARS = 4096, 256
+
+_CANNOT = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """Say which weights a model's workers compute with since others were `replaced` (hashes), and the folder that they are in as
+    the workers see it; empty: they were sent. Without hashes: nothing was replaced, or it is being done."""
+
+    folder: str = ""
+    weights_hash: str = ""
+    replaced: tuple[str, ...] = ()
+
+    def by(self, folder: str, weights_hash: str, present: Iterable[str]) -> Replacement:
+        """Return what holds once the weights that are `present` on workers have been replaced, too."""
+        hashes = dict.fromkeys((*self.replaced, *present))
+        replaced = tuple(each for each in hashes if each not in ("", weights_hash))
+        return Replacement(folder, weights_hash, replaced[-MAX_REPLACED:])
+
+
+NOTHING = Replacement()
+
+
+class ReplacedWeights(SharedSettings[str, Replacement]):
+    """Hold by model what replaced its weights; `refresh` exchanges it with Redis."""
+
+    def __init__(self, url: str = "", mesh: str = "default", secret: MeshSecret | None = None) -> None:
+        """As SharedSettings, sealed: workers open the folders that entries name."""
+        super().__init__(url, mesh, "weights", secret)
+
+    def _dump(self, key: str, value: Replacement) -> tuple[str, str]:
+        return key, json.dumps([value.folder, value.weights_hash, value.replaced])
+
+    def _load(self, field: bytes, value: bytes) -> tuple[str, Replacement] | None:
+        folder, weights_hash, replaced = json.loads(value)
+        if not isinstance(replaced, list) or len(replaced) > MAX_REPLACED:
+            return None
+        hashes = (weights_hash, *replaced)
+        is_text = isinstance(folder, str) and len(folder) <= MAX_FOLDER_CHARS
+        if not is_text or not all(isinstance(each, str) and len(each) <= MAX_HASH_CHARS for each in hashes):
+            return None
+        return field.decode(), Replacement(folder, weights_hash, tuple(replaced))
+
+
+class WeightsKeeper:
+    """Bring workers that come with replaced weights to what replaced them, from `start` to `stop`."""
+
+    def __init__(self, fleet: FleetRegistry, replaced: ReplacedWeights) -> None:
+        """Nothing is done before `start`."""
+        self._fleet, self._replaced = fleet, replaced
+        self._tasks: dict[WorkerKey, asyncio.Task[None]] = {}
+        self._given_up: dict[WorkerKey, str] = {}  # the weights that a worker cannot have, by their hash
+        self._keeper: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Read what is known, for a moment, and look at every worker that comes from now on."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_READ_S):
+                await self._replaced.refresh()
+        self._fleet.on_arrival.append(self._look)
+        self._keeper = asyncio.create_task(self._keep_forever(), name="keep replaced weights")
+
+    async def stop(self) -> None:
+        """Stop; what was replaced stays in Redis."""
+        if self._look in self._fleet.on_arrival:
+            self._fleet.on_arrival.remove(self._look)
+        tasks = [*self._tasks.values(), *([self._keeper] if self._keeper else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._replaced.close()
+
+    def replacement(self, model: str) -> Replacement:
+        """Return what is known of the model's weights."""
+        return self._replaced.entries.get(model, NOTHING)
+
+    async def put(self, model: str, replacement: Replacement) -> None:
+        """Remember what replaced the weights of the model, from now on."""
+        await self._replaced.put(model, replacement)
+        self._keep()
+
+    async def _keep_forever(self) -> None:
+        while True:
+            try:
+                await self._replaced.refresh()
+                self._keep()
+            except Exception:  # a bug with one worker must not stop the keeper
+                logger.exception("keeping the workers' weights failed")
+            await asyncio.sleep(PERIOD_S)
+
+    def _keep(self) -> None:
+        alive = alive_workers(self._fleet)
+        self._given_up = {key: given_up for key, given_up in self._given_up.items() if key in alive}
+        for worker in alive.values():
+            self._look(worker)
+
+    def _look(self, worker: Worker) -> None:
+        """Begin to bring a worker that came with replaced weights to the present ones; it gets no requests until it has them. One
+        whose weights have changed since it came is left alone: whoever changes them may be under way."""
+        current = worker.current
+        if current is None or current.former_weights[0]:
+            return
+        key, identity = (worker.address, current.info.epoch), current.info.identity
+        wanted = self.replacement(identity.model)
+        if identity.weights_hash not in wanted.replaced or key in self._tasks or self._given_up.get(key) == wanted.weights_hash:
+            return
+        if not wanted.folder:
+            self._give_up(worker, key, wanted, "they were sent, and nobody has kept them; send them again")
+            return
+        worker.hold()
+        task = self._tasks[key] = asyncio.create_task(self._bring(worker, key, wanted), name=f"weights of {worker.address}")
+        task.add_done_callback(lambda _: self._tasks.pop(key, None))
+
+    async def _bring(self, worker: Worker, key: WorkerKey, wanted: Replacement) -> None:
+        try:
+            while self._is_due(worker, key, wanted):
+                wait_s = await self._update(worker, key, wanted)
+                if not wait_s:
+                    return
+                await asyncio.sleep(wait_s)
+        finally:
+            if worker.current is not None and worker.current.info.epoch == key[1]:
+                worker.release()
+
+    def _is_due(self, worker: Worker, key: WorkerKey, wanted: Replacement) -> bool:
+        """Return whether it is the process that came, with the weights that it came with, and these are to be replaced still."""
+        current = worker.current
+        if current is None or current.info.epoch != key[1] or current.former_weights[0]:
+            return False
+        return self.replacement(current.info.identity.model) == wanted
+
+    async def _update(self, worker: Worker, key: WorkerKey, wanted: Replacement) -> float:
+        """Have the worker load the weights. Return after how many seconds to ask again; 0: it has them, or cannot have them."""
+        if _is_asleep(worker):
+            return PERIOD_S
+        try:
+            request = worker_pb2.UpdateWeightsRequest(folder=wanted.folder)
+            done = await worker.control.UpdateWeights(request, timeout=CALL_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            problem = error.details() or error.code().name
+            if error.code() in _CANNOT and not _is_asleep(worker):
+                self._give_up(worker, key, wanted, problem)
+                return 0.0
+            logger.warning("%s has come and is to load %s, as its model: %s", worker.address, wanted.folder, problem)
+            return AGAIN_AFTER_S
+        found = done.identity.weights_hash
+        worker.has_weights(found)
+        what = "the weights of its model" if found == wanted.weights_hash else "other weights than its model has, by now"
+        logger.info("%s has come and has loaded %s: %s", worker.address, wanted.folder, what)
+        return 0.0
+
+    def _give_up(self, worker: Worker, key: WorkerKey, wanted: Replacement, problem: str) -> None:
+        """Leave the worker with its own weights, apart from the others."""
+        self._given_up[key] = wanted.weights_hash
+        text = "%s has come with weights that were replaced and keeps them, apart from the others: %s"
+        logger.warning(text, worker.address, problem)
+
+
+def _is_asleep(worker: Worker) -> bool:
+    current = worker.current
+    return current is not None and current.load.serving_state == worker_pb2.SERVING_STATE_ASLEEP
