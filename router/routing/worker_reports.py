@@ -139,9 +139,12 @@ def snapshot_of(
     described: Described, load: worker_pb2.LoadReport, *, decode: bool, reported_at: float = 0.0, sent: Counted = NOTHING
 ) -> WorkerSnapshot:
     """Return the worker's snapshot. `decode`: its Attach stream is open, so it may decode, if it has the role. `reported_at`:
-    monotonic seconds of the report's arrival; `sent`: what the report may not contain."""
+    monotonic seconds of the report's arrival; `sent`: what the report may not contain. What has ended was there before: a report
+    that shows it gone already is not made less than empty."""
     latency, roles, num_running, num_prefilling = latency_of(load), load.roles, load.num_running, load.num_prefilling
     per_row = _per_row(load.speculation) if load.HasField("speculation") else (1.0, 1.0)
+    num_seqs = num_running + load.num_waiting + load.num_reserved + load.num_held
+    num_total_blocks = load.num_total_blocks or described.num_blocks
     return WorkerSnapshot(
         worker_id=described.worker_id,
         address=described.address,
@@ -156,9 +159,9 @@ def snapshot_of(
         block_size=described.layout.block_size,
         max_context=described.max_context,
         max_num_seqs=load.max_num_seqs or described.max_num_seqs,
-        num_total_blocks=load.num_total_blocks or described.num_blocks,
+        num_total_blocks=num_total_blocks,
         num_free_blocks=load.num_free_blocks,
-        num_seqs=num_running + load.num_waiting + load.num_reserved + load.num_held,
+        num_seqs=num_seqs,
         num_waiting_tokens=load.num_waiting_tokens,
         num_prefilling=num_prefilling,
         num_oldest_tokens=load.oldest_prompt_tokens,
@@ -172,8 +175,8 @@ def snapshot_of(
         tokens_per_row=per_row[0],
         computed_per_row=per_row[1],
         figures_at=reported_at - load.age_ms / 1000,
-        dispatched_seqs=sent.seqs,
-        dispatched_blocks=sent.blocks,
+        dispatched_seqs=max(sent.seqs, -num_seqs),
+        dispatched_blocks=max(sent.blocks, min(0, load.num_free_blocks - num_total_blocks)),
         dispatched_tokens=sent.tokens,
         dispatched_decodes=sent.decodes,
         dispatched_context=sent.context,

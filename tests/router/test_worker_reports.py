@@ -5,7 +5,7 @@ from pdmesh.adapter_id import AdapterId
 from pdmesh.v1 import common_pb2, worker_pb2
 from router.api.validation import MAX_FINGERPRINT_CHARS
 from router.routing.filters import compatible
-from router.routing.worker_reports import describe, fingerprint_for, snapshot_of
+from router.routing.worker_reports import Counted, describe, fingerprint_for, snapshot_of
 from router.routing.worker_snapshot import WorkerSnapshot
 
 
@@ -93,3 +93,11 @@ def test_what_names_a_kind_to_clients_follows_weights_formats_and_adapter() -> N
     adapters = [fingerprint_for(describe(told), AdapterId("a", digit * 64)) for digit in "12"]
     assert len({first, fingerprint_for(describe(told), None), fingerprint_for(describe(again), None), *adapters}) == 5
     assert max(map(len, adapters)) <= MAX_FINGERPRINT_CHARS
+
+
+def test_what_has_ended_makes_no_report_less_than_empty() -> None:
+    """One of the two that ended is in the report still, the other is not."""
+    load = worker_pb2.LoadReport(num_running=1, num_free_blocks=95, num_total_blocks=100)
+    seen = snapshot_of(describe(info(NEAR)), load, decode=True, sent=Counted(seqs=-2, blocks=-10))
+    assert (seen.num_seqs, seen.dispatched_seqs) == (1, -1)
+    assert (seen.num_free_blocks, seen.dispatched_blocks) == (95, -5)

@@ -46,7 +46,7 @@ def test_what_has_arrived_is_in_the_next_report() -> None:
     ledger.report(IDLE._replace(taken_at=0.8))
     assert not ledger.is_settled
     ledger.dispatched(other := Dispatched(1, 7, 100, arrived_at=0.95), 0.9)
-    ledger.report(IDLE._replace(taken_at=1.0))
+    ledger.report(IDLE._replace(taken_at=1.0, num_running=2, num_free_blocks=8192 - 14))
     assert ledger.is_settled
     ledger.done(other)  # once more does no harm
     ledger.released(sent, 1.1)
@@ -54,6 +54,15 @@ def test_what_has_arrived_is_in_the_next_report() -> None:
     assert view is not None
     assert (view.dispatched_seqs, view.dispatched_blocks) == (-1, -7)
     assert (view.dispatched_decodes, view.dispatched_context) == (-1, -100)
+
+
+def test_a_report_that_shows_what_has_ended_gone_is_not_made_less_than_empty() -> None:
+    ledger = Ledger("w", LARGE)
+    ledger.report(IDLE)
+    ledger.released(Dispatched(1, 7, 100, decodes=1, context=100), 1.1)
+    view = ledger.view()
+    assert view is not None
+    assert (view.num_seqs + view.dispatched_seqs, view.num_free_blocks - view.dispatched_blocks) == (0, view.num_total_blocks)
 
 
 def test_the_pace_of_what_was_sent_counts_before_a_report_has_it() -> None:

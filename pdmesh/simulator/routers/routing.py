@@ -127,6 +127,7 @@ class Ledger:
         if figures is None or figures.draining:
             return None
         sent = counted(self._dispatched) if self._dispatched else NOTHING
+        num_seqs = figures.num_running + figures.num_waiting + figures.num_reserved + figures.num_held
         return WorkerSnapshot(
             worker_id=self.name,
             address=self.name,
@@ -143,7 +144,7 @@ class Ledger:
             max_num_seqs=spec.max_num_seqs,
             num_total_blocks=figures.num_total_blocks,
             num_free_blocks=figures.num_free_blocks,
-            num_seqs=figures.num_running + figures.num_waiting + figures.num_reserved + figures.num_held,
+            num_seqs=num_seqs,
             num_waiting_tokens=figures.num_waiting_tokens,
             num_prefilling=figures.num_prefilling,
             num_oldest_tokens=figures.num_oldest_tokens,
@@ -155,8 +156,8 @@ class Ledger:
             figures_at=figures.taken_at,
             pace_s=tightest(figures.pace_s, sent.pace_s) if spec.keeps_pace else 0.0,
             slack_s=figures.slack_s,
-            dispatched_seqs=sent.seqs,
-            dispatched_blocks=sent.blocks,
+            dispatched_seqs=max(sent.seqs, -num_seqs),
+            dispatched_blocks=max(sent.blocks, figures.num_free_blocks - figures.num_total_blocks),
             dispatched_tokens=sent.tokens,
             dispatched_decodes=sent.decodes,
             dispatched_context=sent.context,
