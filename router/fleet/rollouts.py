@@ -11,7 +11,6 @@ import json
 import logging
 from collections import OrderedDict, deque
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -26,7 +25,6 @@ from router.fleet.registry import FleetRegistry
 from router.routing.revisions import Weights
 from router.routing.worker_snapshot import WorkerKey, WorkerSnapshot
 
-PERIOD_S, FIRST_READ_S = 1.0, 2.0
 MAX_REVISIONS = 64
 
 logger = logging.getLogger(__name__)
@@ -104,10 +102,8 @@ class Rollouts:
 
     async def start(self) -> None:
         """Read what is known, for a moment, and begin to follow what other routers are told."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(FIRST_READ_S):
-                await self._splits.refresh()
-        self._keeper = asyncio.create_task(self._keep_forever(), name="keep traffic splits")
+        await self._splits.read_first()
+        self._keeper = asyncio.create_task(self._splits.refresh_forever(), name="keep traffic splits")
 
     async def stop(self) -> None:
         """Stop; the splits stay in Redis."""
@@ -185,11 +181,3 @@ class Rollouts:
             share.ttft_ms = 1e3 * median(seen.ttft_s or (0.0,))
             share.tpot_ms = 1e3 * median(seen.tpot_s or (0.0,))
         return mesh_pb2.TrafficSplit(model=model, revisions=[shares[name] for name in sorted(shares)], is_set=bool(weights))
-
-    async def _keep_forever(self) -> None:
-        while True:
-            try:
-                await self._splits.refresh()
-            except Exception:  # what stands in Redis must not stop the keeper
-                logger.exception("following the traffic splits failed")
-            await asyncio.sleep(PERIOD_S)

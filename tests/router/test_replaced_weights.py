@@ -11,6 +11,7 @@ import pytest
 from redis.asyncio import Redis
 
 from pdmesh.runtime.errors import InvalidArgument, Unavailable
+from pdmesh.runtime.registry import shared_settings
 from pdmesh.runtime.registry.redis_server import EmbeddedRedis
 from pdmesh.v1 import mesh_pb2, worker_pb2
 from router.fleet.model_changes import weights
@@ -57,7 +58,8 @@ class Loading(StubWorker):
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "AGAIN_AFTER_S", 0.1)
-    monkeypatch.setattr(weights, "PERIOD_S", 0.1)
+    monkeypatch.setattr(weights, "ASLEEP_PERIOD_S", 0.1)
+    monkeypatch.setattr(shared_settings, "PERIOD_S", 0.1)
 
 
 @pytest.fixture
@@ -119,7 +121,7 @@ async def test_a_worker_that_comes_again_gets_nothing_before_it_has_the_others_w
     await newest.kill()
 
 
-async def test_weights_that_nobody_replaced_are_left_alone(model_folder: Path) -> None:
+async def test_weights_that_were_never_replaced_are_left_alone(model_folder: Path) -> None:
     """A new deployment; and what was replaced first, once it has come back."""
     first = await started()
     async with mesh_of(model_folder, first) as mesh:
@@ -150,7 +152,7 @@ async def test_a_worker_that_cannot_load_now_is_asked_again(model_folder: Path) 
 async def test_a_worker_that_cannot_load_them_at_all_keeps_its_own(model_folder: Path, redis_url: str) -> None:
     other, first = ReplacedWeights(redis_url, MESH), await started()
     async with mesh_of(model_folder, first, redis=redis_url) as mesh:
-        for folder in ("gone", ""):  # removed since; sent, and not kept by anybody
+        for folder in ("gone", ""):  # removed since; sent, and not kept
             await other.put("tiny", Replacement(folder, f"h{folder}", (STARTED_WITH,)))
             await eventually(lambda: mesh.router.core.weights.replacement("tiny") == other.entries["tiny"])
             assert await answers(mesh)

@@ -46,7 +46,7 @@ _MOST_BYTES = 64 * 10**9
 _SUFFIX = ".packed"
 _ABANDONED_S = 24 * 3600.0
 _UNUSED_S = 30 * 24 * 3600.0
-"""Files that nobody has used for so long are removed: of models that are gone, and of earlier versions of pdmesh."""
+"""Files that were not used for so long are removed: of models that are gone, and of earlier versions of pdmesh."""
 # Packing takes some seconds for a GB on two idle cores; this is ten times as much: what takes longer hangs.
 _WAIT_S, _WAIT_S_PER_GB = 60.0, 30.0
 _WAIT_STEP_S, _WAIT_LOG_S = 0.1, 10.0
@@ -163,8 +163,8 @@ class PackedCache:
                 _write_stamp(seen, found)
 
     def _make_room(self, name: Name, size: int) -> bool:
-        """Remove the files that nobody uses any more, then those whose use is longest ago, until one of `size` more fits; return
-        whether it does."""
+        """Remove the files that were not used for _UNUSED_S, then those whose use is longest ago, until one of `size` more fits;
+        return whether it does."""
         self._remove_abandoned()
         others, unused_at = [entry for entry in entries(self.folder) if entry.path != self._path(name)], time.time() - _UNUSED_S
         for entry in [entry for entry in others if entry.used_at < unused_at]:

@@ -8,9 +8,11 @@ was put meanwhile is written as soon as it is back.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Hashable, Mapping
+from collections.abc import Awaitable, Callable, Hashable, Mapping
+from contextlib import suppress
 from typing import Generic, TypeVar, cast
 
 from redis.asyncio import Redis
@@ -20,6 +22,9 @@ from pdmesh.runtime.registry.redis_link import RedisLink
 from pdmesh.runtime.rpc.mesh_secret import MeshSecret
 
 MAX_ENTRIES = 4096
+PERIOD_S = 1.0
+FIRST_READ_S = 2.0
+"""For so long a start waits for Redis."""
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -80,6 +85,22 @@ class SharedSettings(ABC, Generic[K, V]):
             lost = {key: value for key, value in self._entries.items() if key not in stored and len(stored) < MAX_ENTRIES}
             self._entries = {**lost, **stored}
             await self._restore(lost)
+
+    async def read_first(self) -> None:
+        """Refresh before anything else is done, for a moment at most: a start does not wait for a Redis that is away."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_READ_S):
+                await self.refresh()
+
+    async def refresh_forever(self, then: Callable[[], None] = lambda: None) -> None:
+        """Refresh every PERIOD_S, and call `then` each time, until cancelled. What fails is logged."""
+        while True:
+            try:
+                await self.refresh()
+                then()
+            except Exception:  # neither what stands in Redis nor a bug with one worker must stop it
+                logger.exception("keeping %s failed", self._name)
+            await asyncio.sleep(PERIOD_S)
 
     async def close(self) -> None:
         """Close the connection."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import suppress
 from typing import TypeAlias
 
 import grpc
@@ -20,7 +19,7 @@ from router.fleet.worker import Worker
 from router.routing.worker_snapshot import WorkerKey
 
 CALL_TIMEOUT_S = 600.0
-PERIOD_S, FIRST_READ_S = 1.0, 2.0
+AGAIN_AFTER_S = 1.0
 SERVING_STATES = RUNNING, PAUSED, ASLEEP = (
     worker_pb2.SERVING_STATE_RUNNING,
     worker_pb2.SERVING_STATE_PAUSED,
@@ -66,11 +65,9 @@ class ServingKeeper:
 
     async def start(self) -> None:
         """Read what is known, for a moment, and look at every worker that comes from now on."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(FIRST_READ_S):
-                await self._wanted.refresh()
+        await self._wanted.read_first()
         self._fleet.on_arrival.append(self._arrived)
-        self._keeper = asyncio.create_task(self._keep_forever(), name="keep serving states")
+        self._keeper = asyncio.create_task(self._wanted.refresh_forever(self._keep), name="keep serving states")
 
     async def stop(self) -> None:
         """Stop; what was told stays in Redis."""
@@ -113,15 +110,6 @@ class ServingKeeper:
         task = self._followers[key] = asyncio.create_task(self._follow(worker, key), name=f"serving state of {worker.address}")
         task.add_done_callback(lambda _: self._followers.pop(key, None))
 
-    async def _keep_forever(self) -> None:
-        while True:
-            try:
-                await self._wanted.refresh()
-                self._keep()
-            except Exception:  # a bug with one worker must not stop the keeper
-                logger.exception("keeping the workers' serving states failed")
-            await asyncio.sleep(PERIOD_S)
-
     def _keep(self) -> None:
         if self._early and self._wanted.was_read:
             early, self._early = self._early, []
@@ -149,7 +137,7 @@ class ServingKeeper:
                     logger.warning("%s has come and is to be %s, as its model: %s", worker.address, name, error.details())
                     if error.code() in _CANNOT and state != RUNNING:
                         return
-                    await asyncio.sleep(PERIOD_S)
+                    await asyncio.sleep(AGAIN_AFTER_S)
                     continue
             if said == RUNNING:
                 return

@@ -13,7 +13,6 @@ import asyncio
 import json
 import logging
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 
 import grpc
@@ -28,13 +27,20 @@ from router.fleet.worker import Worker
 from router.routing.worker_snapshot import WorkerKey
 
 CALL_TIMEOUT_S = 600.0
-PERIOD_S, FIRST_READ_S = 1.0, 2.0
+ASLEEP_PERIOD_S = 1.0
+"""Until a worker that sleeps is looked at again: asleep it loads nothing."""
 AGAIN_AFTER_S = 10.0
 """A worker that could not be asked, or had no time, is asked again after this time."""
 MAX_REPLACED = 64
 MAX_FOLDER_CHARS, MAX_HASH_CHARS = 4096, 256
 
-_CANNOT = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED)
+_CANNOT = (
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.UNIMPLEMENTED,
+    grpc.StatusCode.INTERNAL,  # a bug there does not go away, and must not take the worker away for good
+    grpc.StatusCode.UNKNOWN,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -91,11 +97,9 @@ class WeightsKeeper:
 
     async def start(self) -> None:
         """Read what is known, for a moment, and look at every worker that comes from now on."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(FIRST_READ_S):
-                await self._replaced.refresh()
+        await self._replaced.read_first()
         self._fleet.on_arrival.append(self._look)
-        self._keeper = asyncio.create_task(self._keep_forever(), name="keep replaced weights")
+        self._keeper = asyncio.create_task(self._replaced.refresh_forever(self._keep), name="keep replaced weights")
 
     async def stop(self) -> None:
         """Stop; what was replaced stays in Redis."""
@@ -116,15 +120,6 @@ class WeightsKeeper:
         await self._replaced.put(model, replacement)
         self._keep()
 
-    async def _keep_forever(self) -> None:
-        while True:
-            try:
-                await self._replaced.refresh()
-                self._keep()
-            except Exception:  # a bug with one worker must not stop the keeper
-                logger.exception("keeping the workers' weights failed")
-            await asyncio.sleep(PERIOD_S)
-
     def _keep(self) -> None:
         alive = alive_workers(self._fleet)
         self._given_up = {key: given_up for key, given_up in self._given_up.items() if key in alive}
@@ -142,7 +137,7 @@ class WeightsKeeper:
         if identity.weights_hash not in wanted.replaced or key in self._tasks or self._given_up.get(key) == wanted.weights_hash:
             return
         if not wanted.folder:
-            self._give_up(worker, key, wanted, "they were sent, and nobody has kept them; send them again")
+            self._give_up(worker, key, wanted, "they were sent, and no router keeps them; send them again")
             return
         worker.hold()
         task = self._tasks[key] = asyncio.create_task(self._bring(worker, key, wanted), name=f"weights of {worker.address}")
@@ -169,7 +164,7 @@ class WeightsKeeper:
     async def _update(self, worker: Worker, key: WorkerKey, wanted: Replacement) -> float:
         """Have the worker load the weights. Return after how many seconds to ask again; 0: it has them, or cannot have them."""
         if _is_asleep(worker):
-            return PERIOD_S
+            return ASLEEP_PERIOD_S
         try:
             request = worker_pb2.UpdateWeightsRequest(folder=wanted.folder)
             done = await worker.control.UpdateWeights(request, timeout=CALL_TIMEOUT_S)
