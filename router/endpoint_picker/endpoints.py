@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 
 from kvtransfer.layout import Layout, Transports
 from router.endpoint_picker.prompts import Prompt
@@ -179,8 +180,7 @@ class Endpoints:
         most = max(1, endpoint.load.num_blocks * endpoint.load.block_size // self._tokens_per_block)
         held = self.blocks.blocks_of(endpoint.key)
         if len(held) > most:
-            oldest = list(held)[: len(held) - most]
-            self.blocks.remove(endpoint.key, oldest)
+            self.blocks.remove(endpoint.key, list(islice(held, len(held) - most)))
 
     def _renew(self, endpoint: Endpoint) -> None:
         self.fleet.put(endpoint.address, self._snapshot(endpoint) if endpoint.is_ready else None)
