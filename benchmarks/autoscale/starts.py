@@ -11,8 +11,10 @@ from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from pathlib import Path
 
+from benchmarks.autoscale.oracle import demands
+from benchmarks.autoscale.runs import START_S, Outcome, hpa_queue, own, play
 from benchmarks.autoscale.scenario import PUBLISHED, SCENARIOS, Options, quick
-from benchmarks.autoscale.simulated import NUM_PROCESSES, OURS, START_S, Outcome, demands, first_pods, hpa_queue, own, play
+from benchmarks.autoscale.simulated import NUM_PROCESSES, OURS, first_pods
 from benchmarks.harness import Figure, say
 from pdmesh.simulator import compiled
 

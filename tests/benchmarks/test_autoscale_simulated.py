@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from benchmarks.autoscale import simulated
+from benchmarks.autoscale import oracle
+from benchmarks.autoscale.runs import fixed, play
 from benchmarks.autoscale.scenario import SCENARIOS, Scenario, quick, surge
-from benchmarks.autoscale.simulated import fixed, play
 from pdmesh.autoscaler.collect.traffic import Counts
 from pdmesh.autoscaler.views import PoolName, PoolView, Snapshot, Traffic
 from pdmesh.simulator.autoscaling import Seen, Wanted
@@ -56,50 +55,52 @@ def test_a_trace_of_the_folder_is_used(tmp_path: Path) -> None:
 
 def test_a_valley_of_a_minute_saves_nothing() -> None:
     valley = {PREFILL: [3, 1, 3, 2, 2], DECODE: [1, 1, 1, 1, 1]}
-    assert simulated.filled(valley[PREFILL]) == [3, 3, 3, 2, 2]
-    assert (
-        simulated.cost(valley)
-        == simulated.cost({**valley, PREFILL: simulated.filled(valley[PREFILL])})
-        == 60 * (3 + 3 + 3 + 2 + 2 + 5)
-    )
+    assert oracle.filled(valley[PREFILL]) == [3, 3, 3, 2, 2]
+    assert oracle.cost(valley) == oracle.cost({**valley, PREFILL: oracle.filled(valley[PREFILL])}) == 60 * (3 + 3 + 3 + 2 + 2 + 5)
 
 
 def test_a_schedule_asks_a_start_ahead() -> None:
-    scheduled = simulated.Scheduled({PREFILL: [1, 1, 4, 2], DECODE: [1, 1, 1, 1]})
+    scheduled = oracle.Scheduled({PREFILL: [1, 1, 4, 2], DECODE: [1, 1, 1, 1]})
     wanted = [scheduled.decide(_seen(at_s)).replicas[PREFILL] for at_s in (0.0, 55.0, 60.0, 120.0, 175.0, 180.0, 1e6)]
     assert wanted == [1, 1, 4, 4, 4, 2, 2]
-
-
-@dataclass
-class Outcome:
-    """Of a world in which a pool that is too small for a minute loses it."""
-
-    attainment: float
-    pod_seconds: float
-    misses: list[int] = field(default_factory=list)
 
 
 def test_the_search_finds_what_a_simple_world_needs() -> None:
     """Each minute needs so many; what is missing is lost. The least is known: just that, with starts."""
     needed = {PREFILL: [2] * 8 + [5] * 8 + [2] * 8, DECODE: [3] * 24}
 
-    def evaluate(schedule: simulated.Schedule) -> Outcome:
+    def evaluate(schedule: oracle.Schedule) -> oracle.Judged:
         short = [sum(max(0, needed[pool][minute] - schedule[pool][minute]) for pool in needed) for minute in range(24)]
-        return Outcome(1 - sum(short) / 200, simulated.cost(schedule), short)
+        return oracle.Judged(1 - sum(short) / 200, oracle.cost(schedule), short)
 
     loads = {pool: [float(num) for num in row] for pool, row in needed.items()}
     known = {pool: [6] * 24 for pool in needed}
-    found = simulated.search(loads, known, evaluate, 1.0)  # type: ignore[arg-type]
+    found = oracle.search(loads, known, evaluate, 1.0)
     assert found.outcome.attainment == 1.0
-    assert found.outcome.pod_seconds <= 1.25 * simulated.cost(needed)
+    assert found.outcome.pod_seconds <= 1.25 * oracle.cost(needed)
     assert found.num_runs < 40
+
+
+def test_what_the_shape_of_the_demand_does_not_tell_is_filled_in() -> None:
+    """Two peaks that the trace's demand does not show: all else may have less than them, and only they get more."""
+    needed = {PREFILL: [4] * 8 + [9] * 4 + [4] * 16 + [9] * 4 + [4] * 8, DECODE: [3] * 40}
+
+    def evaluate(schedule: oracle.Schedule) -> oracle.Judged:
+        short = [sum(max(0, needed[pool][minute] - schedule[pool][minute]) for pool in needed) for minute in range(40)]
+        return oracle.Judged(1 - sum(short) / 4000, oracle.cost(schedule), short)
+
+    loads = {pool: [float(min(row))] * 40 for pool, row in needed.items()}
+    known = {pool: [12] * 40 for pool in needed}
+    found = oracle.search(loads, known, evaluate, 1.0)
+    assert found.outcome.attainment == 1.0
+    assert found.outcome.pod_seconds <= 1.5 * oracle.cost(needed)
 
 
 def test_the_oracle_serves_a_load_with_fewer_pods_than_always_having_the_most() -> None:
     scenario = quick(SCENARIOS[0])
     arrivals = scenario.arrivals(None)[:600]
     most = {PREFILL: [16] * 3, DECODE: [8] * 3}
-    outcome = play(scenario, arrivals, simulated.Scheduled(most), {PREFILL: 16, DECODE: 8})
+    outcome = play(scenario, arrivals, oracle.Scheduled(most), {PREFILL: 16, DECODE: 8})
     assert outcome.attainment > 0.95 and outcome.pod_seconds == pytest.approx(24 * outcome.ended_s)
     assert sum(outcome.misses) == round((1 - outcome.attainment) * 600)
 
