@@ -29,11 +29,7 @@ from pdmesh.autoscaler.views import PoolName
 from pdmesh.planning import prompt_times
 from pdmesh.planning.capacity_load import Lengths
 from pdmesh.simulator.arrivals import Arrival
-from pdmesh.simulator.autoscaling import (
-    Seen,
-    Wanted,
-    goals_of,
-)
+from pdmesh.simulator.autoscaling import Seen, Wanted, goals_of
 
 Schedule = dict[PoolName, list[int]]
 
@@ -123,7 +119,7 @@ class Found:
 
 
 def served(outcome: Outcome) -> Schedule:
-    """What somebody's pools were in each minute, at most."""
+    """What an autoscaler's pools were in each minute, at most."""
     rows: Schedule = {pool: [1] * len(outcome.windows) for pool in POOLS}
     for moment in outcome.moments:
         minute = int(moment.at_s / WINDOW_S)
@@ -161,49 +157,53 @@ def _by_shape(loads: dict[PoolName, list[float]], known: Schedule, evaluate: Eva
 
 
 def _exchange(found: Found, evaluate: Evaluate, attainment: float) -> None:
-    offers = list[tuple[float, PoolName, int]]()
-    misses, schedule = found.outcome.misses, found.schedule
-    for pool in POOLS:
-        for parity in (0, 1):
-            stretches = list(range(parity * STRETCH, len(schedule[pool]), 2 * STRETCH))
-            lowered = _changed(schedule, [(pool, first) for first in stretches], -1)
-            outcome = _tried(found, lowered, evaluate, attainment)
-            for first in stretches:
-                saved = cost(schedule) - cost(_changed(schedule, [(pool, first)], -1))
-                if saved > 0:
-                    offers.append((_more_missed(misses, outcome.misses, first) / saved, pool, first))
-    offers.sort()
+    schedule = found.schedule
+    effects = _effects(found, (schedule, found.outcome), -1, evaluate, attainment)
+    offers = [place for _, place in sorted((won / price, place) for price, won, place in effects if price < 0)]
     low, high = 0, len(offers)
     for _ in range(BISECTIONS):
         if low >= high:
             break
         num = (low + high + 1) // 2
-        outcome = _tried(found, _changed(schedule, [(pool, first) for _, pool, first in offers[:num]], -1), evaluate, attainment)
+        outcome = _tried(found, _changed(schedule, offers[:num], -1), evaluate, attainment)
         low, high = (num, high) if outcome.attainment >= attainment else (low, num - 1)
 
 
 def _fill(found: Found, evaluate: Evaluate, attainment: float) -> None:
-    if found.near is None:
+    if found.near is None or found.near[1].pod_seconds >= found.outcome.pod_seconds:
         return
-    offers = list[tuple[float, PoolName, int]]()
-    schedule, outcome = found.near
-    for pool in POOLS:
-        for parity in (0, 1):
-            stretches = list(range(parity * STRETCH, len(schedule[pool]), 2 * STRETCH))
-            raised = _tried(found, _changed(schedule, [(pool, first) for first in stretches], 1), evaluate, attainment)
-            for first in stretches:
-                price = cost(_changed(schedule, [(pool, first)], 1)) - cost(schedule)
-                won = _more_missed(raised.misses, outcome.misses, first)
-                if won > 0:
-                    offers.append((price / won, pool, first))
-    offers.sort()
+    schedule, _ = near = found.near
+    effects = _effects(found, near, 1, evaluate, attainment)
+    offers = [place for _, place in sorted((price / won, place) for price, won, place in effects if won > 0)]
     low, high = 0, len(offers)
     for _ in range(BISECTIONS + 1):
         if low >= high:
             break
         num = (low + high) // 2
-        tried = _tried(found, _changed(schedule, [(pool, first) for _, pool, first in offers[:num]], 1), evaluate, attainment)
-        low, high = (low, num) if tried.attainment >= attainment else (num + 1, high)
+        outcome = _tried(found, _changed(schedule, offers[:num], 1), evaluate, attainment)
+        low, high = (low, num) if outcome.attainment >= attainment else (num + 1, high)
+
+
+_Place = tuple[PoolName, int]
+"""A pool, and the first minute of a stretch."""
+
+
+def _effects(
+    found: Found, known: tuple[Schedule, Judged], more: int, evaluate: Evaluate, attainment: float
+) -> list[tuple[float, float, _Place]]:
+    """What each stretch costs in pod-seconds and wins in requests with a worker more (1), or less (-1): then neither is above
+    0."""
+    schedule, judged = known
+    found_of = list[tuple[float, float, _Place]]()
+    for pool in POOLS:
+        for parity in (0, 1):
+            places = [(pool, first) for first in range(parity * STRETCH, len(schedule[pool]), 2 * STRETCH)]
+            changed = _tried(found, _changed(schedule, places, more), evaluate, attainment)
+            for place in places:
+                price = cost(_changed(schedule, [place], more)) - cost(schedule)
+                won = _missed(judged.misses, place[1]) - _missed(changed.misses, place[1])
+                found_of.append((price, max(0, won) if more > 0 else min(0, won), place))
+    return found_of
 
 
 def _tried(found: Found, schedule: Schedule, evaluate: Evaluate, attainment: float) -> Judged:
@@ -219,7 +219,7 @@ def _tried(found: Found, schedule: Schedule, evaluate: Evaluate, attainment: flo
     return outcome
 
 
-def _changed(schedule: Schedule, stretches: list[tuple[PoolName, int]], more: int) -> Schedule:
+def _changed(schedule: Schedule, stretches: list[_Place], more: int) -> Schedule:
     """So many workers more, or below zero less, in each."""
     changed = {pool: list(row) for pool, row in schedule.items()}
     for pool, first in stretches:
@@ -229,10 +229,9 @@ def _changed(schedule: Schedule, stretches: list[tuple[PoolName, int]], more: in
     return {pool: filled(row) for pool, row in changed.items()}
 
 
-def _more_missed(before: list[int], after: list[int], first: int) -> float:
+def _missed(misses: list[int], first: int) -> int:
     """In the stretch, and as long behind it as what it lacks shows."""
-    minutes = range(first, min(len(before), len(after), first + STRETCH + SPILL))
-    return max(0, sum(after[minute] - before[minute] for minute in minutes))
+    return sum(misses[first : first + STRETCH + SPILL])
 
 
 def _mean(values: list[int]) -> float:
