@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from router.routing.cost_model import MAX_AHEAD_S, is_saturated
+from router.routing.cost_model import MAX_AHEAD_S, Prediction, is_saturated
 from router.tokenization.prepared_request import PreparedRequest
 
 # The retry delay that a refused request gets. How soon slots come free is measured by `DrainRate` (`capacity.py`).
@@ -33,7 +33,8 @@ class Forecast:
     """Hold the prediction for the best placement: `ttft_s` from the moment of placement, `tpot_s` of the request's own tokens.
 
     `has_room`: some worker could hold it now. `ahead_s`: the part of `ttft_s` that other requests' prompts take. `idle_tpot_s`:
-    the TPOT on the fastest worker with no other load; None: not computed, or not known.
+    the TPOT on the fastest worker with no other load; None: not computed, or not known. `elsewhere`: where it would begin at
+    once, although that placement is worse for it; None: nowhere, or it begins at once anyway.
     """
 
     ttft_s: float
@@ -41,6 +42,7 @@ class Forecast:
     has_room: bool
     ahead_s: float = 0.0
     idle_tpot_s: float | None = None
+    elsewhere: Prediction | None = None
 
 
 class Forecaster(Protocol):
@@ -269,13 +271,22 @@ def verdict(item: FlowItem, forecast: Forecast | None, *, others_above: bool, tr
     `transit_s`: time of admitted prompts that have not reached a worker, which the forecast does not contain."""
     if forecast is None:
         return Verdict.OPEN
-    if not forecast.has_room or is_saturated(forecast.ttft_s, forecast.ahead_s, transit_s):
+    if not forecast.has_room or _is_held_back(forecast, transit_s):
         return Verdict.SATURATED
     if item.tpot_s is not None and forecast.tpot_s > item.tpot_s:
         return Verdict.OWN
     if item.rank == BATCH and others_above and _disturbs(item, forecast):
         return Verdict.OWN
     return Verdict.OPEN
+
+
+def _is_held_back(forecast: Forecast, transit_s: float) -> bool:
+    """Return whether every worker has enough work. One that wants a busy worker, since its prefix is cached there, while others
+    are free is sent to it: held back here it would only be in the way of requests that want the free ones."""
+    if not is_saturated(forecast.ttft_s, forecast.ahead_s, transit_s):
+        return False
+    other = forecast.elsewhere
+    return other is None or is_saturated(other.ttft_s, other.ahead_s, transit_s)
 
 
 def _disturbs(item: FlowItem, forecast: Forecast) -> bool:

@@ -35,7 +35,9 @@ class TtftPredictor:
             excluded_prefill=health_recorder.left_out(fleet_snapshot, Role.PREFILL),
         )
         choice, routing_request = choose(self._core, prepared, routing_request, time.monotonic())
-        best = None if isinstance(choice, NoPlacement) else choice.chosen
+        if isinstance(choice, NoPlacement):
+            return None
+        best = choice.chosen
         if best is None or best.prediction is None:
             return None
         computing = best.prefill or best.decode
@@ -44,7 +46,8 @@ class TtftPredictor:
         predicted = best.prediction
         slow = routing_request.tpot_goal_s is not None and predicted.tpot_s > routing_request.tpot_goal_s
         idle_tpot_s = self._idle_tpot_s(routing_request) if slow else None
-        return Forecast(predicted.ttft_s, predicted.tpot_s, best.has_room, predicted.ahead_s, idle_tpot_s)
+        elsewhere = choice.free_elsewhere
+        return Forecast(predicted.ttft_s, predicted.tpot_s, best.has_room, predicted.ahead_s, idle_tpot_s, elsewhere)
 
     def _idle_tpot_s(self, routing_request: RoutingRequest) -> float | None:
         """Return the TPOT of the fastest worker with no other load; None while some worker does not report its speed. The value

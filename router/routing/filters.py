@@ -12,7 +12,7 @@ from typing import NamedTuple
 from kvtransfer.layout import Layout, Transports
 from pdmesh.adapter_id import AdapterId
 from pdmesh.runtime.errors import CONTEXT_OVERFLOW, TOO_MANY_CHOICES
-from router.routing.cost_model import RESTORE_S, Prediction, PromptWays, WorkerEstimate
+from router.routing.cost_model import RESTORE_S, Prediction, PromptWays, WorkerEstimate, is_saturated
 from router.routing.worker_snapshot import Mode, WorkerKey, WorkerSnapshot
 
 
@@ -123,6 +123,17 @@ class Placement:
             if candidate.decode is decode and candidate.prefill is prefill:
                 return candidate
         return None
+
+    @property
+    def free_elsewhere(self) -> Prediction | None:
+        """Return the prediction of a candidate that would begin at once, the one with the shortest queue, if the chosen one has
+        to wait; None: it has not, or every candidate has."""
+        best = self.chosen
+        if best is None or best.prediction is None or not is_saturated(best.prediction.ttft_s, best.prediction.ahead_s):
+            return None
+        others = [candidate.prediction for candidate in self.candidates if candidate.has_room]
+        free = [each for each in others if each is not None and each.spares and not is_saturated(each.ttft_s, each.ahead_s)]
+        return min(free, key=lambda each: (each.ahead_s, each.ttft_s), default=None)
 
 
 @dataclass(frozen=True)

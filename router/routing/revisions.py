@@ -83,7 +83,7 @@ def place(
 def _is_open(choice: Placement, routing_request: RoutingRequest) -> bool:
     """Return whether the workers have room and no long queue."""
     prediction = None if choice.chosen is None else choice.chosen.prediction
-    if prediction is not None and is_saturated(prediction.ttft_s, prediction.ahead_s):
+    if prediction is not None and is_saturated(prediction.ttft_s, prediction.ahead_s) and choice.free_elsewhere is None:
         return False
     return has_room(choice.decode, routing_request)
 

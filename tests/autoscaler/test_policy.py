@@ -99,14 +99,14 @@ def test_full_kv_makes_decode_grow() -> None:
 
 def test_it_shrinks_only_when_less_was_enough_with_headroom_for_the_cool_down() -> None:
     scaler = policy()
-    prefill, decode = need(60.0 * 1.1)
+    prefill, decode = need(60.0 * (1 + SETTINGS.headroom))
     for now_s in range(0, 120, 10):
         decision = scaler.decide(snapshot(now_s, 60.0, prefill + 3, decode))
         assert decision.replicas(PREFILL) == prefill + 3
         assert "but not for 120 s yet" in decision.reason
     decision = scaler.decide(snapshot(120, 60.0, prefill + 3, decode))
     assert decision.replicas(PREFILL) == prefill
-    assert f"{prefill} have been enough for 120 s with 10% to spare" in decision.reason
+    assert f"{prefill} have been enough for 120 s with 20% to spare" in decision.reason
     assert decision.replicas(DECODE) == decode
 
 
@@ -116,7 +116,7 @@ def test_one_busy_moment_keeps_a_pool_for_another_cool_down() -> None:
         scaler.decide(snapshot(now_s, 60.0 if now_s == 100 else 5.0, 20, 30)).replicas(PREFILL) for now_s in range(0, 230, 10)
     ]
     assert sizes[21] >= need(60.0)[0] and sizes[22] >= need(60.0)[0]
-    assert scaler.decide(snapshot(230, 5.0, 20, 30)).replicas(PREFILL) == need(5.5)[0]
+    assert scaler.decide(snapshot(230, 5.0, 20, 30)).replicas(PREFILL) == need(5.0 * (1 + SETTINGS.headroom))[0]
 
 
 def test_it_does_not_shrink_soon_after_it_grew() -> None:

@@ -70,7 +70,7 @@ def test_nobody_changes_sides_who_should_not(why: str) -> None:
 
 def test_borrowed_workers_go_back() -> None:
     scaler = policy(settings=FLIPS)
-    prefill, decode = need(5.5)
+    prefill, decode = need(5.0 * (1 + SETTINGS.headroom))
     for now_s in range(0, 130, 10):
         decision = scaler.decide(snapshot(now_s, 5.0, view(PREFILL, prefill + 2, num_borrowed=1), decode))
     assert decision.replicas(PREFILL) == prefill and decision.replicas(DECODE) == decode + 1

@@ -23,9 +23,13 @@ from router.flow_control.slo_admission import (
     Verdict,
     verdict,
 )
-from router.routing.cost_model import MAX_AHEAD_S
+from router.routing.cost_model import MAX_AHEAD_S, Prediction
 
 GOOD = Forecast(ttft_s=0.1, tpot_s=0.02, has_room=True)
+AFFINE = Forecast(ttft_s=0.45, tpot_s=0.02, has_room=True, ahead_s=0.4)
+"""For a prompt whose beginning a busy worker has cached."""
+FREE = Prediction(2.0, 0.02, 0.0, 2.0, 0.0, 1.0)
+"""Of an idle worker, which would have to compute all of it."""
 PROMISED = FlowItem(ttft_s=0.5, tpot_s=0.04)
 ADMITTED, WAITING, REFUSED = TicketState.ADMITTED, TicketState.WAITING, TicketState.REFUSED
 
@@ -82,6 +86,10 @@ def busy_mesh(sky: Sky, max_inflight: int = 10, max_queued: int = 10) -> Admissi
         (replace(GOOD, ahead_s=MAX_AHEAD_S * 1.01), PROMISED, Verdict.SATURATED),
         (Forecast(2.2, 0.02, has_room=True, ahead_s=0.2), PROMISED, Verdict.SATURATED),
         (Forecast(2.05, 0.02, has_room=True, ahead_s=0.05), PROMISED, Verdict.OPEN),  # a long prompt, and little to do before it
+        (replace(AFFINE, elsewhere=FREE), PROMISED, Verdict.OPEN),
+        (replace(AFFINE, elsewhere=FREE, tpot_s=0.041), PROMISED, Verdict.OWN),
+        (replace(AFFINE, elsewhere=FREE, has_room=False), PROMISED, Verdict.SATURATED),
+        (replace(AFFINE, elsewhere=FREE._replace(ahead_s=0.2)), PROMISED, Verdict.SATURATED),
         (replace(GOOD, tpot_s=0.041), PROMISED, Verdict.OWN),
         (replace(GOOD, tpot_s=0.041), FlowItem(), Verdict.OPEN),
         (replace(GOOD, tpot_s=0.033), FlowItem(priority=BATCH, guard_tpot_s=0.04), Verdict.OWN),
@@ -175,6 +183,22 @@ def test_one_look_does_not_let_everybody_in() -> None:
     assert admission.look(0.1) == crowd[:2]  # 0.1 s each; a third would be more than MAX_AHEAD_S
     assert admission.placed(crowd[0], 0.1) == crowd[2:3]
     assert admission.look(10.0) == crowd[3:5]  # whoever is not placed by then waits for something else
+
+
+def test_one_that_wants_a_busy_worker_stands_in_nobodys_way_while_others_are_free() -> None:
+    """It is sent there at once, and so are those that come after it, until prompts on their way could fill the free worker."""
+    sky, idle = Sky(), Sky()
+    admission = busy_mesh(sky)
+    sky.forecast = AFFINE
+    first = waiting(admission, item(sky, ttft_s=None))
+    sky.forecast = replace(AFFINE, elsewhere=FREE)
+    assert admission.look(0.1) == [first]
+    for _ in range(2):  # 0.05 s each
+        answer = admission.ask(item(sky, ttft_s=None), 0.1)
+        assert isinstance(answer, Ticket) and answer.state is ADMITTED
+    last = waiting(admission, item(sky, ttft_s=None), now=0.1)
+    assert admission.placed(first, 0.2) == [last]
+    admitted(admission, item(idle), now=1.0)
 
 
 def test_a_saturated_mesh_is_not_passed_but_an_own_objective_is() -> None:

@@ -178,6 +178,40 @@ def ttft_s(placement: Placement) -> float:
     return predicted.ttft_s
 
 
+CACHED = replace(DEMAND, num_tokens=4000, max_total_tokens=4100, mode=Mode.REMOTE, cached_tokens={("p0", 1): 3900})
+HOLDER = worker("p0", num_waiting_tokens=1000)
+"""It has the beginning of that prompt, and a second of others to compute."""
+
+
+def test_a_worker_that_could_begin_at_once_is_told_where_a_cached_prefix_is_worth_the_wait() -> None:
+    placed = choose([HOLDER, P1, D0], CACHED)
+    assert names(placed) == ("d0", "p0") and ttft_s(placed) > 1
+    elsewhere = placed.free_elsewhere
+    assert elsewhere is not None and elsewhere.ahead_s == 0 and elsewhere.ttft_s > 4
+
+
+@pytest.mark.parametrize(
+    ("workers", "what"),
+    [
+        ([replace(HOLDER, num_waiting_tokens=0), P1, D0], "it begins at once where it is placed"),
+        ([HOLDER, D0], "there is no other worker"),
+        ([HOLDER, worker("p1", num_waiting_tokens=2000), D0], "the other one has as much to do"),
+        ([HOLDER, P1, worker("d0", num_free_blocks=0)], "no decode worker has room"),
+    ],
+)
+def test_else_none_is_told(workers: list[WorkerSnapshot], what: str) -> None:
+    placed = choose(workers, CACHED)
+    assert names(placed) == ("d0", "p0") and placed.free_elsewhere is None, what
+
+
+def test_a_worker_whose_sequences_would_lose_their_pace_is_not_free() -> None:
+    demand = replace(CACHED, mode=Mode.LOCAL, cached_tokens={("d0", 1): 3900})
+    holder = worker("d0", num_waiting_tokens=1000)
+    for other, is_free in ((running("d1", 3), False), (running("d1", 3, pace_s=0.04), True)):
+        placed = choose([holder, other], demand)
+        assert names(placed) == ("d0", None) and (placed.free_elsewhere is not None) == is_free, other
+
+
 FETCHING = worker("p0", fetch_token_s=1e-5)
 """A token's KV comes in a hundredth of the time in which it is computed."""
 

@@ -331,13 +331,16 @@ class SimulatedRouting:
     def forecast(self, request: Request, now: float) -> Forecast | None:
         """Return admission's forecast, as router/flow_control/ttft_predictor.py computes it."""
         choice = self.choose(request, now).choice
-        best = None if isinstance(choice, NoPlacement) else choice.chosen
+        if isinstance(choice, NoPlacement):
+            return None
+        best = choice.chosen
         if best is None or best.prediction is None:
             return None
         predicted, goal_s = best.prediction, request.tpot_goal_s
         slow = goal_s is not None and predicted.tpot_s > goal_s
         idle_tpot_s = self._idle_tpot_s(request.num_tokens, now) if slow else None
-        return Forecast(predicted.ttft_s, predicted.tpot_s, best.has_room, predicted.ahead_s, idle_tpot_s)
+        elsewhere = choice.free_elsewhere
+        return Forecast(predicted.ttft_s, predicted.tpot_s, best.has_room, predicted.ahead_s, idle_tpot_s, elsewhere)
 
     def cached_tokens(self, request: Request, worker: WorkerKey, now: float) -> int:
         """Return its prompt's tokens that `worker` is thought to have cached."""
