@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from pdmesh.planning import prompt_times
 from pdmesh.planning.capacity_load import Goals, Lengths, Load, Worker
-from pdmesh.planning.latency_model import MAX_SHARE, PACE_TARGET
+from pdmesh.planning.latency_model import BEHIND_TARGET, MAX_SHARE, PACE_TARGET
 from pdmesh.planning.prompt_times import PromptTimes, Waiting, times_alone, times_beside, waiting
 
 # The number of sequences that decode at once, as they come and go by chance.
@@ -290,7 +290,8 @@ class SharedPool:
         alone = model.fixed_s + batches * (model.per_sequence_s + model.per_context_token_s * lengths.running_context)
         if self.goals.tpot_s is None or not self.worker.keeps_pace:
             return alone / (1 - prompts)
-        return np.minimum(alone / (1 - prompts), np.maximum(alone / MAX_SHARE, PACE_TARGET * self.goals.tpot_s))
+        behind = np.minimum(alone / MAX_SHARE, np.maximum(alone, BEHIND_TARGET * self.goals.tpot_s))
+        return np.minimum(alone / (1 - prompts), np.maximum(behind, PACE_TARGET * self.goals.tpot_s))
 
     def _work_s(self, lengths: Lengths) -> float:
         return times_alone(self.worker, lengths).work_s

@@ -81,7 +81,9 @@ PACE_TARGET = 0.9
 SPREAD = 8
 """Steps over which the slack is used up."""
 MAX_SHARE = 0.75
-"""Share of the time for steps of running sequences alone: prompts get the rest, as long as the objective is kept all the same."""
+"""Share of the time for steps of running sequences alone: prompts get the rest, as long as BEHIND_TARGET is kept all the same."""
+BEHIND_TARGET = 0.95
+"""Share of a TPOT objective that sequences behind their pace keep while prompts have their least share."""
 LEAST_TOKENS = 8
 """Prompt tokens in a step, whatever the objectives."""
 FORGIVEN = 32

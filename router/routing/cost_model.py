@@ -22,7 +22,15 @@ import math
 from collections import OrderedDict
 from typing import NamedTuple
 
-from pdmesh.planning.latency_model import MAX_SHARE, MUCH_SHORTER, OLDEST_SHARE, PACE_TARGET, LatencyModel, prefill_context
+from pdmesh.planning.latency_model import (
+    BEHIND_TARGET,
+    MAX_SHARE,
+    MUCH_SHORTER,
+    OLDEST_SHARE,
+    PACE_TARGET,
+    LatencyModel,
+    prefill_context,
+)
 from router.routing.worker_snapshot import WorkerSnapshot
 
 DEFAULT_CHUNK = 512
@@ -263,7 +271,7 @@ class WorkerEstimate:
 def _most(step_s: float, pace_s: float) -> float:
     """Return the largest share of the time for steps without prompts. A pace that cannot be kept holds no prompt back."""
     filled = step_s * PACE_TARGET / pace_s
-    return min(LARGEST_SHARE, filled) if MAX_SHARE < filled < 1 else MAX_SHARE
+    return min(LARGEST_SHARE, filled / BEHIND_TARGET) if MAX_SHARE * BEHIND_TARGET < filled < 1 else MAX_SHARE
 
 
 def miss(value_s: float, goal_s: float | None) -> float:

@@ -8,6 +8,7 @@ from pdmesh.engine.kv_cache.block_manager import BlockManager
 from pdmesh.engine.kv_cache.block_pool import BlockPool
 from pdmesh.engine.request import EngineRequest
 from pdmesh.engine.scheduler.scheduler import (
+    BEHIND_TARGET,
     FORGIVEN,
     LEAST_TOKENS,
     MAX_SHARE,
@@ -154,14 +155,14 @@ def test_what_a_long_stall_took_is_lost_and_not_owed_by_prompts() -> None:
 
 
 def test_prompts_get_a_share_of_steps_that_are_nearly_too_long() -> None:
-    """Steps of 42 ms, a pace of 40: the objective of 50 leaves 8 ms, and they are used."""
-    machine = Machine(COST._replace(fixed_s=0.040))
+    """Steps of 38 ms, a pace of 45: of the objective of 50, 95 % leave 9.5 ms, and they are used."""
+    machine = Machine(COST._replace(fixed_s=0.036))
     sequence = machine.add(4, GOAL_S)
     machine.step()
     machine.add(1000)
     plan = machine.scheduler.schedule(machine.now_ns)
     num_prompt = sum(piece.num_tokens for piece in plan.pieces if piece.sequence is not sequence)
-    assert num_prompt == pytest.approx(8, abs=1)
+    assert num_prompt == pytest.approx(9, abs=1)
     machine.pacer.cost = COST._replace(fixed_s=0.028)
 
     def told(behind_ms: int) -> int | None:
@@ -169,6 +170,17 @@ def test_prompts_get_a_share_of_steps_that_are_nearly_too_long() -> None:
 
     assert told(60) == pytest.approx(30 * (1 - MAX_SHARE) / MAX_SHARE, abs=1)
     assert [told(900) for _ in range(SPREAD)] == [0] * (SPREAD - 1) + [LEAST_TOKENS], "behind the objective, not the pace alone"
+
+
+@pytest.mark.parametrize("fixed_s", [0.030, 0.035, 0.040])
+def test_beside_prompts_without_end_an_objective_is_kept_with_something_to_spare(fixed_s: float) -> None:
+    """Steps alone take 64 to 84 % of it: a mean of the objective itself would be late by whatever a machine adds."""
+    machine, sequence = running(cost=COST._replace(fixed_s=fixed_s))
+    machine.add(4000)
+    machine.step()
+    began_ns, num_prompt = machine.now_ns, sum(machine.step() for _ in range(200))
+    tpot_s = (machine.now_ns - began_ns) / 200e9
+    assert TARGET * GOAL_S * 0.99 < tpot_s < 0.96 * GOAL_S and num_prompt > 200, sequence
 
 
 def test_an_objective_that_cannot_be_met_holds_nobody_up() -> None:
@@ -246,12 +258,13 @@ def test_router_autoscaler_and_simulator_think_of_the_same_pace() -> None:
         latency_model.PACE_TARGET,
         latency_model.SPREAD,
         latency_model.MAX_SHARE,
+        latency_model.BEHIND_TARGET,
         latency_model.LEAST_TOKENS,
         latency_model.FORGIVEN,
         latency_model.OLDEST_SHARE,
         latency_model.MUCH_SHORTER,
     )
-    assert copies == (TARGET, SPREAD, MAX_SHARE, LEAST_TOKENS, FORGIVEN, OLDEST_SHARE, MUCH_SHORTER)
+    assert copies == (TARGET, SPREAD, MAX_SHARE, BEHIND_TARGET, LEAST_TOKENS, FORGIVEN, OLDEST_SHARE, MUCH_SHORTER)
 
 
 def guessed(goal_s: float, tokens_per_step: int, *others: float) -> tuple[Machine, Sequence]:

@@ -2,7 +2,16 @@
 
 from dataclasses import dataclass, field
 
-from pdmesh.planning.latency_model import FORGIVEN, LEAST_TOKENS, MAX_SHARE, PACE_TARGET, SPREAD, Work, prefill_context
+from pdmesh.planning.latency_model import (
+    BEHIND_TARGET,
+    FORGIVEN,
+    LEAST_TOKENS,
+    MAX_SHARE,
+    PACE_TARGET,
+    SPREAD,
+    Work,
+    prefill_context,
+)
 from pdmesh.simulator.workers.spec import WorkerSpec
 from pdmesh.simulator.workers.worker import BLOCKS_PER_SPARE
 
@@ -184,8 +193,8 @@ class NaiveWorker:
             return budget
         row = min(goals, key=lambda row: PACE_TARGET * row.job.goal_s + self._slack_s(row, now) / SPREAD)
         step_s = PACE_TARGET * row.job.goal_s + self._slack_s(row, now) / SPREAD
-        reserve_s = self._slack_s(row, now) + (1 - PACE_TARGET) * row.job.goal_s * row.num_paced
-        spare_s = row.job.goal_s + min(0.0, reserve_s) / SPREAD - decode_s
+        reserve_s = self._slack_s(row, now) + (BEHIND_TARGET - PACE_TARGET) * row.job.goal_s * row.num_paced
+        spare_s = BEHIND_TARGET * row.job.goal_s + min(0.0, reserve_s) / SPREAD - decode_s
         room_s = max(min(decode_s * (1 - MAX_SHARE) / MAX_SHARE, spare_s), step_s - decode_s)
         speed, num_tokens, behind = self.spec.speed, 0.0, 0.0
         for _ in range(2):

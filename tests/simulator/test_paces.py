@@ -2,7 +2,7 @@
 
 import pytest
 
-from pdmesh.planning.latency_model import FORGIVEN, LEAST_TOKENS, PACE_TARGET, SPREAD, LatencyModel
+from pdmesh.planning.latency_model import BEHIND_TARGET, FORGIVEN, LEAST_TOKENS, PACE_TARGET, SPREAD, LatencyModel
 from pdmesh.simulator.workers.batch import Paces
 from pdmesh.simulator.workers.kv_room import Sequence
 from tests.simulator.test_kv_room import Nobody
@@ -73,10 +73,10 @@ def test_the_rest_of_a_prompt_need_not_wait_and_none_waits_for_long() -> None:
 def test_who_is_behind_the_objective_itself_leaves_less() -> None:
     paces, late = Paces(), row(0.1)
     paces.enter(late, 0, 0.0)
-    pace = paces.tightest(DECODE_S, 10, 1.0)
+    pace = paces.tightest(DECODE_S, 10, BEHIND_TARGET)
     assert pace is not None
-    assert pace.slack_s == pytest.approx(-0.1)
+    assert pace.slack_s == pytest.approx(PACE_TARGET - BEHIND_TARGET)
     assert pace.reserve_s == pytest.approx(0.0)
-    pace = paces.tightest(DECODE_S, 10, 1.08)
+    pace = paces.tightest(DECODE_S, 10, BEHIND_TARGET + 0.08)
     assert pace is not None
     assert pace.reserve_s == pytest.approx(-0.08)

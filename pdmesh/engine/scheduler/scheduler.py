@@ -44,9 +44,10 @@ TARGET = 0.9
 """Share of the objective; the rest is for time outside of steps, such as the hand-off and the way to the client."""
 SPREAD = 8
 """Steps over which slack is used up."""
-MAX_SHARE = 0.75
+MAX_SHARE, BEHIND_TARGET = 0.75, 0.95
 """Share of the time for steps without prompts: otherwise a sequence behind its schedule would admit no prompt. But an objective
-that can still be met comes first: what a sequence is behind that is made up for within SPREAD steps."""
+that can still be met comes first: what a sequence is behind BEHIND_TARGET of it is made up for within SPREAD steps. Of the
+objective itself half of the sequences would be behind at their ends."""
 LEAST_TOKENS = 8
 """Prompt tokens of a step that has any; of SPREAD steps one has them, whatever the objectives."""
 PRIOR_STEPS = 8
@@ -69,7 +70,7 @@ class StepCost(NamedTuple):
 
 class Pace(NamedTuple):
     """Hold the tightest schedule: a token every `pace_s`, and `slack_s` of time ahead of it (negative: behind). `tokens_per_step`
-    of the sequence so far, accepted draft tokens included. `reserve_s`: time ahead of the objective itself."""
+    of the sequence so far, accepted draft tokens included. `reserve_s`: time ahead of BEHIND_TARGET of the objective."""
 
     pace_s: float
     slack_s: float
@@ -128,7 +129,7 @@ class TpotLimiter:
         if cost is None or pace is None:
             return None
         decode_s = self._decode_s(decoding) + cost.per_sequence_s * num_guessed
-        spare_s = pace.tokens_per_step * pace.pace_s / TARGET + min(0.0, pace.reserve_s) / SPREAD - decode_s
+        spare_s = pace.tokens_per_step * pace.pace_s * BEHIND_TARGET / TARGET + min(0.0, pace.reserve_s) / SPREAD - decode_s
         least_s = min(decode_s * (1 - MAX_SHARE) / MAX_SHARE, spare_s)
         return self._worth_a_pass(next_prompt, _fitting(cost, next_prompt, max(least_s, pace.step_s - decode_s)))
 
@@ -168,7 +169,7 @@ def _pace(sequence: Sequence, now_ns: int) -> Pace:
     spent_s = (now_ns - sequence.paced_from_ns) / 1e9
     num_tokens = len(sequence.output) - sequence.paced_from_token
     slack_s = pace_s * num_tokens - spent_s
-    return Pace(pace_s, slack_s, _tokens_per_step(sequence), slack_s + (1 / TARGET - 1) * pace_s * num_tokens)
+    return Pace(pace_s, slack_s, _tokens_per_step(sequence), slack_s + (BEHIND_TARGET / TARGET - 1) * pace_s * num_tokens)
 
 
 def _tokens_per_step(sequence: Sequence) -> float:
