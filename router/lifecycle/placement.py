@@ -32,6 +32,7 @@ from router.lifecycle.decode_session import DecodeSession, GivenBack, WorkerLost
 from router.lifecycle.kv_holder import local_holder
 from router.lifecycle.request import Assignment, Dispatch, PrefillTarget, Request
 from router.routing import worker_reports
+from router.routing.cost_model import WorkerEstimate
 from router.routing.decisions import Decision, cached_of
 from router.routing.filters import NoPlacement, Placement, RoutingRequest, blocks_for, can_hand_over, compatible, has_room
 from router.routing.routing_request import NO_WORKERS, choose, routing_request_of
@@ -381,14 +382,46 @@ def _could_take(worker: Worker, dispatch: Dispatch) -> bool:
 def next_prefill(core: RouterContext, dispatch: Dispatch) -> PrefillTarget | None:
     """Return another prefill worker for an existing reservation; None if all were tried. From then on the dispatch knows what
     workers have cached by now."""
-    session, fleet_snapshot = dispatch.assigned.session, core.fleet.fleet_snapshot
-    decode = fleet_snapshot.get(session.worker.address)
-    if decode is None or decode.view.epoch != session.info.epoch:
+    decode = _decode_of(core, dispatch)
+    if decode is None:
         return None
-    excluded = dispatch.tried | core.health_recorder.left_out(fleet_snapshot, Role.PREFILL)
-    dispatch.routing_request = routing_request_for(core, dispatch, prefill=excluded)
-    choice = core.policy.choose_prefill(fleet_snapshot, decode.view, dispatch.routing_request, time.monotonic())
+    dispatch.routing_request = _another(core, dispatch, dispatch.tried)
+    choice = core.policy.choose_prefill(core.fleet.fleet_snapshot, decode.view, dispatch.routing_request, time.monotonic())
     return None if choice is None else _prefill_target(core, choice, dispatch.routing_request)
+
+
+MOVING_S = 0.4
+"""A worker whose latest step ended so long ago at most goes on: two periods of its reports."""
+
+
+def is_sooner_elsewhere(core: RouterContext, dispatch: Dispatch, prefill: PrefillTarget) -> bool:
+    """Return whether another attempt at a prompt would be done before those that its worker still has. True also where the worker
+    shows no work on it, or nothing is predicted: then it may be stuck."""
+    now, fleet_snapshot, decode = time.monotonic(), core.fleet.fleet_snapshot, _decode_of(core, dispatch)
+    busy = fleet_snapshot.get(prefill.worker.address)
+    if busy is None or decode is None or busy.key != prefill.key or busy.view.latency is None:
+        return True
+    if not busy.view.num_waiting_tokens or now - busy.view.figures_at > MOVING_S:
+        return True
+    routing_request = _another(core, dispatch, dispatch.tried | {prefill.key})
+    choice = core.policy.choose_prefill(fleet_snapshot, decode.view, routing_request, now)
+    if choice is None:
+        cached = routing_request.cached_tokens.get(decode.key, 0)
+        return decode.prompt_side(routing_request.num_tokens, cached, now).compute_s < busy.ahead_s(now)
+    best = choice.chosen
+    return best is None or best.prediction is None or best.prediction.ttft_s < busy.ahead_s(now)
+
+
+def _decode_of(core: RouterContext, dispatch: Dispatch) -> WorkerEstimate | None:
+    """Return the decode worker of the reservation as it is now; None if it is gone."""
+    session = dispatch.assigned.session
+    decode = core.fleet.fleet_snapshot.get(session.worker.address)
+    return decode if decode is not None and decode.view.epoch == session.info.epoch else None
+
+
+def _another(core: RouterContext, dispatch: Dispatch, tried: frozenset[WorkerKey]) -> RoutingRequest:
+    left_out = core.health_recorder.left_out(core.fleet.fleet_snapshot, Role.PREFILL)
+    return routing_request_for(core, dispatch, prefill=tried | left_out)
 
 
 def routing_request_for(

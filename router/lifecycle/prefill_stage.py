@@ -29,12 +29,14 @@ from router.fleet.circuit_breaker import Role
 from router.lifecycle.decode_session import WorkerLost
 from router.lifecycle.kv_holder import find_holder, local_holder
 from router.lifecycle.output import TokenChunk
-from router.lifecycle.placement import ReserveStage, give_up, next_prefill
+from router.lifecycle.placement import ReserveStage, give_up, is_sooner_elsewhere, next_prefill
 from router.lifecycle.request import Assignment, Dispatch, PrefillTarget
 
 OUTCOME_GRACE_S = 1.0
 """Time in which a Prefill call may still report its hand-off after every choice has ended."""
 WATCH_PERIOD_S = 0.1
+VERY_LATE = 2.0
+"""A prompt is hedged after so many times the bound, though its worker goes on and is expected to be done sooner."""
 
 _NO_FAULT = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.FAILED_PRECONDITION)
 
@@ -178,13 +180,21 @@ class PrefillCall:
                 may_hedge = False  # its time says nothing
             if not is_due or running.done() or self._session.ended.done() or not self._waits_for_first():
                 continue
-            if may_hedge and hedging.may_hedge(loop.time() - self._began, bound_s, silent=is_silent):
-                if await self._hedge(loop.time() - self._began, silent=is_silent):
+            waited_s = loop.time() - self._began
+            if may_hedge and not is_silent and self._is_done_sooner_here(waited_s, bound_s):
+                continue
+            if may_hedge and hedging.may_hedge(waited_s, bound_s, silent=is_silent):
+                if await self._hedge(waited_s, silent=is_silent):
                     return True
                 may_hedge = False
         if self._request.is_winding_up:
             await asyncio.wait((running,), timeout=OUTCOME_GRACE_S)
         return False
+
+    def _is_done_sooner_here(self, waited_s: float, bound_s: float) -> bool:
+        """Return whether a late prompt is given more time, as its worker is only busy."""
+        is_late = bound_s <= waited_s < VERY_LATE * bound_s
+        return is_late and not is_sooner_elsewhere(self._core, self._dispatch, self._prefill)
 
     @property
     def _worker_id(self) -> str:

@@ -68,6 +68,7 @@ class StubWorker(StubPrefill, decode_pb2_grpc.DecodeServiceServicer, worker_pb2_
     serving_state: worker_pb2.ServingState.ValueType = worker_pb2.SERVING_STATE_RUNNING
     abort_id: int = 0
     num_free_blocks: int | None = None  # as reported; None: ten less for each request
+    num_waiting_tokens: int = 0
     wrong_token_at: int | None = None
     omit_committed: bool = False
     guesses: int = 0  # so many for each token that is sent; every second token was one of them
@@ -157,6 +158,7 @@ class StubWorker(StubPrefill, decode_pb2_grpc.DecodeServiceServicer, worker_pb2_
             num_free_blocks=self.num_blocks - 10 * len(self.held) if self.num_free_blocks is None else self.num_free_blocks,
             num_total_blocks=self.num_blocks,
             max_num_seqs=self.max_num_seqs,
+            num_waiting_tokens=self.num_waiting_tokens,
             latency_model=self.latency_model,
         )
 

@@ -1,5 +1,9 @@
 """When a late prompt is given to somebody else, and how often that may happen."""
 
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,13 +14,15 @@ from hypothesis import strategies as st
 from pdmesh.planning.latency_model import LatencyModel
 from pdmesh.v1 import mesh_pb2
 from router.fleet.worker import Dispatched
+from router.lifecycle import prefill_stage
 from router.lifecycle.hedging import HedgeBudget, HedgeLimits, Hedging, PrefillTimes
 from router.lifecycle.placement import predicted_s
 from router.routing.cost_model import Prediction
 from router.routing.filters import Candidate, Placement
 from tests.router.fleets import SPEED, worker
-from tests.router.mesh import expected, request, running_mesh
+from tests.router.mesh import Answer, Mesh, expected, request, running_mesh
 from tests.router.test_explain import mesh_that_tells
+from tests.support.waiting import eventually
 
 
 @given(st.lists(st.booleans(), max_size=400), st.floats(0.01, 0.5), st.integers(1, 8))
@@ -109,3 +115,46 @@ async def test_the_prediction_hedges_where_no_prompt_has_been_seen(model_folder:
         assert answer.tokens() == expected(8)
         assert (answer.timings.prefill_worker, core.num_hedges) == ("p1", 1)
         await mesh.until_whole()
+
+
+@asynccontextmanager
+async def late_on_a_busy_worker(model_folder: Path, num_tokens: int) -> AsyncIterator[tuple[Mesh, asyncio.Task[Answer]]]:
+    """A prompt waits on p0, which reports that it computes so many tokens; p1 has 10 000 to compute."""
+    async with running_mesh(model_folder, prefill=2, policy="predict") as mesh:
+        core = (await mesh_that_tells(mesh)).router.core
+        core.hedging.limits = HedgeLimits(min_s=0.1, factor=0.0, margin_s=0.0)
+        mesh["p0"].num_waiting_tokens, mesh["p1"].num_waiting_tokens = 1000, 10_000
+        await eventually(lambda: sum(view.num_waiting_tokens for view in core.fleet.views()) == 11_000)
+        mesh["p0"].prefill_plan = ["mute"]
+        asked = request()
+        asked.options.mode = mesh_pb2.PREFILL_MODE_REMOTE
+        answering = asyncio.create_task(mesh.generate(asked))
+        await eventually(lambda: mesh["p0"].prefills)
+        mesh["p0"].num_waiting_tokens = num_tokens
+        yield mesh, answering
+        assert (await answering).tokens() == expected(8)
+        assert core.num_hedges == 1
+        await mesh.until_whole()
+
+
+async def test_a_late_prompt_stays_with_a_busy_worker_that_will_have_it_done_first(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill_stage, "VERY_LATE", math.inf)
+    async with late_on_a_busy_worker(model_folder, 1000) as (mesh, _):
+        await asyncio.sleep(0.6)
+        assert mesh.router.core.num_hedges == 0
+        mesh["p0"].num_waiting_tokens = 0  # it has no work, and the prompt has not come
+
+
+async def test_a_late_prompt_leaves_a_busy_worker_where_another_has_it_done_first(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill_stage, "VERY_LATE", math.inf)
+    async with late_on_a_busy_worker(model_folder, 1_000_000):
+        pass
+
+
+async def test_a_very_late_prompt_leaves_any_worker(model_folder: Path) -> None:
+    async with late_on_a_busy_worker(model_folder, 1000):
+        pass
