@@ -14,10 +14,10 @@ from benchmarks.harness import parser_of
 from kvtransfer.layout import EVERYWHERE, Layout, Reach, Scope, Transports
 from pdmesh.planning.latency_model import LatencyModel
 from pdmesh.v1 import worker_pb2
-from router.routing.cost_model import Overheads
 from router.routing.cost_policy import PredictPolicy
 from router.routing.filters import Placement, RoutingRequest
 from router.routing.fleet_snapshot import FleetSnapshot
+from router.routing.learned import Overheads
 from router.routing.worker_reports import Described, snapshot_of
 from router.routing.worker_snapshot import WorkerSnapshot
 

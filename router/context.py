@@ -37,8 +37,8 @@ from router.kv_index.hot_prefixes import RecentPrompts
 from router.kv_index.index import PrefixIndex
 from router.lifecycle.capacity_queue import CapacityQueue
 from router.lifecycle.hedging import HedgeLimits, Hedging
-from router.routing.cost_model import OutputLengths, Overheads
 from router.routing.decisions import Decisions, SessionMemory
+from router.routing.learned import OutputLengths, Overheads
 from router.routing.policy import Policy, make_policy
 from router.telemetry.metrics import RequestMetrics
 from router.telemetry.traffic import Traffic

@@ -33,10 +33,10 @@ from pdmesh.text.grammar import GrammarCompiler
 from pdmesh.text.tokenizer import Tokenizer
 from pdmesh.v1 import common_pb2, worker_pb2
 from router.kv_index.index import PrefixIndex
-from router.routing.cost_model import Overheads
 from router.routing.cost_policy import PredictPolicy
 from router.routing.filters import RoutingRequest
 from router.routing.fleet_snapshot import FleetSnapshot
+from router.routing.learned import Overheads
 from router.tokenization.prepared_request import PreparedRequest, ServedModel
 
 NUM_TOKENS = 100_000

@@ -97,7 +97,7 @@ class Watch:
         if predicted is None or first_s is None or decided_s is None or request.num_resubmissions:
             return
         counted, tpot_s = self._router(request), request.tpot_s
-        counted.ttft.add(first_s - decided_s, predicted.ttft_s)
+        counted.ttft.add(first_s - decided_s, predicted.plain_ttft_s)
         if tpot_s:
             counted.tpot.add(tpot_s, predicted.tpot_s)
 

@@ -257,6 +257,8 @@ def learn(
     chosen, tpot_s = decision.placement.chosen, decision.observed_tpot_s
     if chosen is not None and chosen.prediction is not None:
         _count(core.traffic.of(prepared.model.name), decision, chosen.prediction)
+        if decision.observed_ttft_s is not None:
+            core.overheads.observe_ttft(chosen.prefill, chosen.decode, chosen.prediction.plain_ttft_s, decision.observed_ttft_s)
         if tpot_s:
             core.overheads.observe_tpot(chosen.decode, chosen.prediction.steps_tpot_s, tpot_s)
     seen = _overhead(decision, timings)
@@ -265,9 +267,10 @@ def learn(
 
 
 def _count(traffic: ModelTraffic, decision: Decision, predicted: Prediction) -> None:
-    """Count observed and predicted times, for the autoscaler."""
+    """Count observed and predicted times, for the autoscaler: of TTFT without what was learned from earlier requests, since it is
+    to see how much longer prompts take than workers' speeds say."""
     if decision.observed_ttft_s is not None:
-        traffic.ttft.add(decision.observed_ttft_s, predicted.ttft_s)
+        traffic.ttft.add(decision.observed_ttft_s, predicted.plain_ttft_s)
     if decision.observed_tpot_s is not None:
         traffic.tpot.add(decision.observed_tpot_s, predicted.tpot_s)
 

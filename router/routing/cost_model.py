@@ -19,7 +19,6 @@ those that it was sent since from when they came: a report has the figures of th
 """
 
 import math
-from collections import OrderedDict
 from typing import NamedTuple
 
 from pdmesh.planning.latency_model import (
@@ -67,7 +66,8 @@ class Prediction(NamedTuple):
     """Hold the prediction for one candidate. `delay_s`: sum of what running sequences lose; `work_s`: worker time that it takes.
 
     `ahead_s`: the part of `ttft_s` that other prompts take. `misses`: expected number of missed objectives, own and others'.
-    `steps_tpot_s`: `tpot_s` if no prompt shared the steps. `spares`: every running sequence keeps its pace."""
+    `steps_tpot_s`: `tpot_s` if no prompt shared the steps. `spares`: every running sequence keeps its pace. `plain_ttft_s`:
+    `ttft_s` if what is there were all that the worker computes until then."""
 
     ttft_s: float
     tpot_s: float
@@ -77,6 +77,7 @@ class Prediction(NamedTuple):
     misses: float
     steps_tpot_s: float = 0.0
     spares: bool = True
+    plain_ttft_s: float = 0.0
 
 
 class PromptWays(NamedTuple):
@@ -106,11 +107,13 @@ class PromptWays(NamedTuple):
 class Overhead(NamedTuple):
     """Hold a pair's time beyond steps: `before_s` the first token (reservation, calls, return), `after_s` it until decode runs.
 
-    `stretch`: observed TPOT ÷ TPOT of the steps alone: what came later shared the steps, and what was there ended."""
+    `stretch`: observed TPOT ÷ TPOT of the steps alone: what came later shared the steps, and what was there ended.
+    `ttft_stretch`: the same of TTFT: beside a pace, sequences that came later took of the time that prompts had."""
 
     before_s: float
     after_s: float
     stretch: float = 1.0
+    ttft_stretch: float = 1.0
 
 
 class PromptSide(NamedTuple):
@@ -293,7 +296,8 @@ def is_saturated(ttft_s: float, ahead_s: float, transit_s: float = 0.0) -> bool:
 
 def local(prompt: PromptSide, output: OutputSide, over: Overhead, expected: float, goals: "Goals") -> Prediction:
     """Return the prediction for LOCAL: the decode worker's sequences wait in every step that holds a part of the prompt."""
-    ttft_s = prompt.compute_s + over.before_s
+    plain_s = prompt.compute_s + over.before_s
+    ttft_s = plain_s * over.ttft_stretch
     steps_tpot_s = output.tpot_s + over.after_s / max(1.0, expected - 1)
     delay_s = lost_s(prompt) + slowed_s(output, expected)
     tpot_s = _stretched(steps_tpot_s, output, over.stretch, goals.tpot_s)
@@ -302,13 +306,14 @@ def local(prompt: PromptSide, output: OutputSide, over: Overhead, expected: floa
         more_s = 0.0 if prompt.is_paced else prompt.own_s / max(1.0, expected)
         misses += output.rows * miss(output.tpot_s + more_s, goals.running_tpot_s)
     work_s = prompt.own_s + prompt.fixed_s + expected * (output.row_s + output.alone_s)
-    return Prediction(ttft_s, tpot_s, delay_s, work_s, prompt.ahead_s, misses, steps_tpot_s, _spares(prompt))
+    return Prediction(ttft_s, tpot_s, delay_s, work_s, prompt.ahead_s, misses, steps_tpot_s, _spares(prompt), plain_s)
 
 
 def remote(prompt: PromptSide, output: OutputSide, over: Overhead, expected: float, goals: "Goals") -> Prediction:
     """Return the prediction for REMOTE: only sequences on the prefill worker wait for the prompt. Prompts queued on the decode
     worker that last longer than this prompt's computation slow the first tokens."""
-    ttft_s, after_s = prompt.compute_s + over.before_s, over.after_s * output.missing
+    plain_s, after_s = prompt.compute_s + over.before_s, over.after_s * output.missing
+    ttft_s = plain_s * over.ttft_stretch
     gaps = max(1.0, expected - 1)
     steps_tpot_s = output.tpot_s + (after_s + max(0.0, output.queue_s - prompt.own_s)) / gaps
     delay_s = lost_s(prompt) + slowed_s(output, expected)
@@ -320,7 +325,7 @@ def remote(prompt: PromptSide, output: OutputSide, over: Overhead, expected: flo
         misses += prompt.rows * miss(elsewhere_s, goals.running_tpot_s)
         misses += output.rows * miss(output.tpot_s, goals.running_tpot_s)
     work_s = prompt.own_s + prompt.fixed_s + expected * (output.row_s + output.alone_s) + over.before_s + after_s
-    return Prediction(ttft_s, tpot_s, delay_s, work_s, prompt.ahead_s, misses, steps_tpot_s, _spares(prompt))
+    return Prediction(ttft_s, tpot_s, delay_s, work_s, prompt.ahead_s, misses, steps_tpot_s, _spares(prompt), plain_s)
 
 
 def lost_s(prompt: PromptSide) -> float:
@@ -352,158 +357,3 @@ class Goals(NamedTuple):
     ttft_s: float | None = None
     tpot_s: float | None = None
     running_tpot_s: float | None = None
-
-
-# Overheads: the time of a placement beyond the steps of its workers, learned from requests that have ended. Bounded; pure.
-
-
-UNKNOWN_LOCAL = Overhead(2e-3, 0.0)
-UNKNOWN_REMOTE = Overhead(5e-3, 5e-3)
-MIN_WEIGHT = 0.1
-"""Least weight of the newest observation: the first replaces the assumed value, the second weighs a half, and so on."""
-
-MAX_JUMP = 4.0
-"""An observation counts as at most this many times the mean: a process may be starting up, or a machine stall."""
-
-LEAST_S = 1e-3
-"""Added to that limit, so that a mean near zero can grow."""
-
-MAX_PAIRS = 4096
-
-MIN_STRETCH, MAX_STRETCH = 0.8, 4.0
-STRETCH_STEP, FIRST_STRETCH_STEP = 0.03, 0.5
-"""Largest change by one request: so the value follows the median, which few requests beside a long prompt do not shift. The first
-requests of a load may change it by the latter over their number, so that a few of them are enough to know a machine."""
-
-FEW_ROWS, MANY_ROWS, NUM_LOAD_CLASSES = 2, 6, 4
-
-_Key = tuple[str | None, str]
-
-
-def load_class(decode: WorkerSnapshot) -> int:
-    """Return the class of a worker by the sequences that decode there or soon will: beside few of them more come than end while
-    a request runs, beside many more end than come."""
-    rows = decode.num_decoding + decode.num_starting + decode.dispatched_decodes
-    return 0 if rows <= 0 else 1 if rows <= FEW_ROWS else 2 if rows <= MANY_ROWS else 3
-
-
-class Stretch(NamedTuple):
-    """Hold the middle of what was seen, and of how many requests."""
-
-    value: float
-    num_seen: int
-
-    def followed(self, seen: float) -> "Stretch":
-        """Return it with one request more."""
-        step = max(STRETCH_STEP, FIRST_STRETCH_STEP / (self.num_seen + 1))
-        value = self.value + min(step, max(-step, seen - self.value))
-        return Stretch(min(MAX_STRETCH, max(MIN_STRETCH, value)), self.num_seen + 1)
-
-
-class Overheads:
-    """Keep moving means by the hosts of a pair, LOCAL apart from REMOTE; stretches by the decode worker's host, and by its
-    load class once that is known. `_cached`: by decode host, then by load class and prefill host."""
-
-    def __init__(self) -> None:
-        self._pairs: OrderedDict[_Key, tuple[Overhead, int]] = OrderedDict()
-        self._stretches: OrderedDict[str, list[Stretch]] = OrderedDict()  # by load class; the last is that of all
-        self._cached: dict[str, dict[tuple[int, str | None], Overhead]] = {}
-
-    def between(self, prefill: WorkerSnapshot | None, decode: WorkerSnapshot) -> Overhead:
-        """Return the overhead of this pair; `prefill` None: LOCAL."""
-        host, other = decode.host_id, None if prefill is None else prefill.host_id
-        cached = self._cached.get(host)
-        if cached is None:
-            cached = self._new_cache(host)
-        key = (load_class(decode), other)
-        known = cached.get(key)
-        if known is None:
-            known = cached[key] = self._look_up(other, host, key[0])
-        return known
-
-    def observe_tpot(self, decode: WorkerSnapshot, steps_tpot_s: float, seen_tpot_s: float) -> None:
-        """Record the observed TPOT of a request on this worker, and `steps_tpot_s`, that of the steps alone. `decode`: as it was
-        when the request was placed."""
-        if steps_tpot_s <= 0:
-            return
-        stretches = self._stretches.setdefault(decode.host_id, [Stretch(1.0, 0)] * (NUM_LOAD_CLASSES + 1))
-        place, seen = load_class(decode), seen_tpot_s / steps_tpot_s
-        if not stretches[place].num_seen:
-            stretches[place] = Stretch(stretches[NUM_LOAD_CLASSES].value, 0)
-        for each in (place, NUM_LOAD_CLASSES):
-            stretches[each] = stretches[each].followed(seen)
-        self._stretches.move_to_end(decode.host_id)
-        self._cached.pop(decode.host_id, None)
-        if len(self._stretches) > MAX_PAIRS:
-            host, _ = self._stretches.popitem(last=False)
-            self._cached.pop(host, None)
-
-    def observe(self, prefill: WorkerSnapshot | None, decode: WorkerSnapshot, seen: Overhead) -> None:
-        """Record the overhead of one request on this pair."""
-        key = _key(prefill, decode)
-        known, count = self._pairs.get(key, (_unknown(key[0]), 0))
-        weight = max(MIN_WEIGHT, 1 / (count + 1))
-        before_s, after_s = _moved(known.before_s, seen.before_s, weight), _moved(known.after_s, seen.after_s, weight)
-        self._pairs[key] = (Overhead(before_s, after_s), count + 1)
-        self._pairs.move_to_end(key)
-        self._cached.pop(key[1], None)
-        if len(self._pairs) > MAX_PAIRS:
-            (_, host), _ = self._pairs.popitem(last=False)
-            self._cached.pop(host, None)
-
-    def _look_up(self, prefill: str | None, decode: str, place: int) -> Overhead:
-        """Return the overhead between two hosts."""
-        known, stretches = self._pairs.get((prefill, decode)), self._stretches.get(decode)
-        over = known[0] if known is not None else _unknown(prefill)
-        if stretches is None:
-            return over
-        stretch = stretches[place] if stretches[place].num_seen else stretches[NUM_LOAD_CLASSES]
-        return Overhead(over.before_s, over.after_s, stretch.value)
-
-    def _new_cache(self, host: str) -> dict[tuple[int, str | None], Overhead]:
-        """Return an empty cache for this decode host: until a request ends, decisions ask for the same dozens of pairs."""
-        if len(self._cached) >= MAX_PAIRS:
-            self._cached.clear()
-        cached = self._cached[host] = {}
-        return cached
-
-
-def _moved(known: float, seen: float, weight: float) -> float:
-    return known + weight * (min(seen, MAX_JUMP * known + LEAST_S) - known)
-
-
-def _unknown(prefill: str | None) -> Overhead:
-    return UNKNOWN_LOCAL if prefill is None else UNKNOWN_REMOTE
-
-
-def _key(prefill: WorkerSnapshot | None, decode: WorkerSnapshot) -> _Key:
-    return (None if prefill is None else prefill.host_id, decode.host_id)
-
-
-# The expected output length of a request: the mean of its tenant's requests to its model. Bounded; pure.
-
-
-UNKNOWN = 128.0
-MAX_KEYS = 4096
-MEMORY = 64
-"""The mean is over about this many requests."""
-
-
-class OutputLengths:
-    """Keep moving means by model and tenant."""
-
-    def __init__(self) -> None:
-        self._means: OrderedDict[tuple[str, str], tuple[float, int]] = OrderedDict()
-
-    def expected(self, model: str, tenant: str, max_tokens: int) -> float:
-        """Return the expected tokens of each choice: at least one, at most `max_tokens`."""
-        mean, _ = self._means.get((model, tenant)) or self._means.get((model, "")) or (UNKNOWN, 0)
-        return max(1.0, min(mean, max_tokens))
-
-    def observe(self, model: str, tenant: str, num_tokens: int) -> None:
-        """Record that a choice has ended after `num_tokens`."""
-        mean, count = self._means.pop((model, tenant), (0.0, 0))
-        count = min(count + 1, MEMORY)
-        self._means[(model, tenant)] = (mean + (num_tokens - mean) / count, count)
-        if len(self._means) > MAX_KEYS:
-            self._means.popitem(last=False)

@@ -13,17 +13,7 @@ prefix. Among candidates that cost the same the last workers of the request's se
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
-from router.routing.cost_model import (
-    FETCH_S,
-    RESTORE_S,
-    Goals,
-    Overheads,
-    Prediction,
-    PromptWays,
-    WorkerEstimate,
-    is_saturated,
-    miss,
-)
+from router.routing.cost_model import FETCH_S, RESTORE_S, Goals, Prediction, PromptWays, WorkerEstimate, is_saturated, miss
 from router.routing.filters import (
     Candidate,
     NoPlacement,
@@ -41,6 +31,7 @@ from router.routing.filters import (
     peer_tiers,
 )
 from router.routing.fleet_snapshot import FleetSnapshot, Pool, Ranking
+from router.routing.learned import Overheads
 from router.routing.prediction_parts import OutputPart, PromptPart, local_prediction, output_part, prompt_part, remote_prediction
 from router.routing.worker_snapshot import Mode, WorkerKey, WorkerSnapshot
 

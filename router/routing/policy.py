@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from router.routing.cost_model import Overheads
 from router.routing.cost_policy import PredictPolicy
 from router.routing.filters import NoPlacement, Placement, RoutingRequest
 from router.routing.fleet_snapshot import FleetSnapshot
+from router.routing.learned import Overheads
 from router.routing.policies.least_loaded import LeastLoaded
 from router.routing.policies.prefix import Prefix
 from router.routing.policies.round_robin import RoundRobin

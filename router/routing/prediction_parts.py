@@ -67,8 +67,9 @@ def output_part(output: OutputSide, expected: float, goals: Goals) -> OutputPart
 
 def local_prediction(prompt: PromptPart, output: OutputPart, over: Overhead, gaps: float, goals: Goals) -> Prediction:
     """Return what `local` returns. `gaps`: the number of gaps between the expected tokens, at least 1."""
-    before_s, after_s, stretch = over
-    ttft_s, steps_tpot_s = prompt.compute_s + before_s, output.tpot_s + after_s / gaps
+    before_s, after_s, stretch, ttft_stretch = over
+    plain_s, steps_tpot_s = prompt.compute_s + before_s, output.tpot_s + after_s / gaps
+    ttft_s = plain_s * ttft_stretch
     tpot_s = steps_tpot_s * stretch
     if goals.tpot_s is not None and tpot_s > output.tpot_bound_s:
         tpot_s = output.tpot_bound_s
@@ -76,13 +77,14 @@ def local_prediction(prompt: PromptPart, output: OutputPart, over: Overhead, gap
     if output.rows:
         misses += output.rows * miss(output.tpot_s + prompt.more_s, goals.running_tpot_s)
     delay_s, work_s = prompt.lost_s + output.slowed_s, prompt.work_s + output.own_s
-    return _new(Prediction, (ttft_s, tpot_s, delay_s, work_s, prompt.ahead_s, misses, steps_tpot_s, prompt.spares))
+    return _new(Prediction, (ttft_s, tpot_s, delay_s, work_s, prompt.ahead_s, misses, steps_tpot_s, prompt.spares, plain_s))
 
 
 def remote_prediction(prompt: PromptPart, output: OutputPart, over: Overhead, gaps: float, goals: Goals) -> Prediction:
     """Return what `remote` returns. `gaps` as for `local_prediction`."""
-    before_s, after_s, stretch = over
-    ttft_s, after_s = prompt.compute_s + before_s, after_s * output.missing
+    before_s, after_s, stretch, ttft_stretch = over
+    plain_s, after_s = prompt.compute_s + before_s, after_s * output.missing
+    ttft_s = plain_s * ttft_stretch
     behind_s = output.queue_s - prompt.own_s
     steps_tpot_s = output.tpot_s + (after_s + (behind_s if behind_s > 0.0 else 0.0)) / gaps
     tpot_s = steps_tpot_s * stretch
@@ -93,4 +95,4 @@ def remote_prediction(prompt: PromptPart, output: OutputPart, over: Overhead, ga
     misses = misses + prompt.misses + output.misses
     work_s = prompt.work_s + output.own_s + before_s + after_s
     delay_s = prompt.lost_s + output.slowed_s
-    return _new(Prediction, (ttft_s, tpot_s, delay_s, work_s, prompt.ahead_s, misses, steps_tpot_s, prompt.spares))
+    return _new(Prediction, (ttft_s, tpot_s, delay_s, work_s, prompt.ahead_s, misses, steps_tpot_s, prompt.spares, plain_s))

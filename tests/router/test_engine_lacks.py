@@ -12,9 +12,9 @@ import grpc
 import pytest
 
 from pdmesh.v1 import mesh_pb2, worker_pb2
-from router.routing.cost_model import Overheads
 from router.routing.filters import NoPlacement, Placement, RoutingRequest
 from router.routing.fleet_snapshot import FleetSnapshot
+from router.routing.learned import Overheads
 from router.routing.policy import POLICIES, make_policy
 from router.routing.worker_snapshot import Mode, WorkerSnapshot
 from tests.router.fleets import running, worker

@@ -12,9 +12,10 @@ from router.api.explain import message_of, reason_of
 from router.fleet.worker import Dispatched, Worker
 from router.flow_control.ttft_predictor import TtftPredictor
 from router.lifecycle import stages
-from router.routing.cost_model import OutputLengths, Overhead, Overheads, PromptWays
+from router.routing.cost_model import Overhead, PromptWays
 from router.routing.decisions import Decision, Decisions
 from router.routing.filters import Candidate, Placement, RoutingRequest
+from router.routing.learned import OutputLengths, Overheads
 from router.routing.worker_snapshot import Mode
 from router.telemetry.timings import RequestTimings
 from tests.router import stub_prefill

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from kvtransfer.layout import Layout
-from router.routing.cost_model import Overheads
 from router.routing.filters import NoPlacement, Placement, RoutingRequest, compatible
 from router.routing.fleet_snapshot import FleetSnapshot
+from router.routing.learned import Overheads
 from router.routing.policy import POLICIES, make_policy
 from router.routing.worker_snapshot import Mode, WorkerSnapshot
 from tests.router import fleets

@@ -7,10 +7,11 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from pdmesh.planning.latency_model import LatencyModel
-from router.routing.cost_model import NEUTRAL, Overhead, Overheads
+from router.routing.cost_model import NEUTRAL, Overhead
 from router.routing.cost_policy import PredictPolicy
 from router.routing.filters import Candidate, NoPlacement, Placement, RoutingRequest, compatible, has_room, peer_tiers
 from router.routing.fleet_snapshot import FleetSnapshot
+from router.routing.learned import Overheads
 from router.routing.worker_snapshot import Mode, WorkerSnapshot
 from tests.router.fleets import SPEED, offers, running, worker
 

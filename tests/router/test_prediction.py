@@ -11,12 +11,10 @@ from pdmesh.v1 import worker_pb2
 from router.flow_control.slo_admission import HALF_LIFE_S, MAX_MARGIN, MIN_MARGIN, STEP, PredictorAccuracy
 from router.routing.cost_model import (
     LARGEST_SHARE,
-    MAX_STRETCH,
     SPARED,
     Goals,
     OutputSide,
     Overhead,
-    Overheads,
     Prediction,
     PromptSide,
     WorkerEstimate,
@@ -26,6 +24,7 @@ from router.routing.cost_model import (
 from router.routing.cost_policy import PredictPolicy
 from router.routing.filters import Placement, RoutingRequest
 from router.routing.fleet_snapshot import FleetSnapshot
+from router.routing.learned import MAX_STRETCH, Overheads
 from router.routing.prediction_parts import local_prediction, output_part, prompt_part, remote_prediction
 from router.routing.worker_reports import Described, snapshot_of
 from router.routing.worker_snapshot import WorkerSnapshot
@@ -235,6 +234,26 @@ def test_absurd_numbers_of_one_worker_harm_nobody(slack_s: float, fixed_s: float
         assert all(sorted(ranking.names) == sorted(pool.estimates) for ranking in rankings)
 
 
+def test_ttft_is_stretched_by_what_was_seen_of_the_pair_at_that_load() -> None:
+    """Apart for LOCAL and REMOTE, by the load of the worker that computes; the prediction without it is told, too."""
+    overheads, idle, busy, prefill = Overheads(), worker("d0"), running("d0", 8), running("pd1", 4)
+    for _ in range(40):
+        overheads.observe_ttft(None, busy, 0.2, 0.3)
+        overheads.observe_ttft(None, idle, 0.2, 0.2)
+        overheads.observe_ttft(prefill, idle, 0.2, 0.4)
+    assert overheads.between(None, busy).ttft_stretch == pytest.approx(1.5, abs=0.05)
+    assert overheads.between(None, idle).ttft_stretch == pytest.approx(1.0, abs=0.05)
+    assert overheads.between(prefill, busy).ttft_stretch == pytest.approx(2.0, abs=0.05)
+    assert overheads.between(None, busy).stretch == 1.0
+    overheads.observe_ttft(None, busy, 0.0, 0.3)  # says nothing
+    overheads.observe_ttft(worker("p0"), busy, 0.2, 0.4)  # no sequence comes there later
+    assert overheads.between(worker("p0"), busy).ttft_stretch == 1.0
+    prompt, output = engine(busy).prompt_side(400, 0, 0.0), engine(busy).output_side(400, 0, 1, 64.0, 0.0)
+    predicted = local(prompt, output, overheads.between(None, busy), 64.0, Goals())
+    assert predicted.ttft_s == pytest.approx(predicted.plain_ttft_s * overheads.between(None, busy).ttft_stretch)
+    assert predicted.plain_ttft_s == pytest.approx(prompt.compute_s + overheads.between(None, busy).before_s)
+
+
 def test_pairs_are_predicted_bit_for_bit_as_one_by_one() -> None:
     """What is computed once for each side changes no bit of what is compared."""
     draw = random.Random(7)
@@ -246,7 +265,10 @@ def test_pairs_are_predicted_bit_for_bit_as_one_by_one() -> None:
         rows = draw.randrange(30)
         decode = engine(running("d0", rows, num_waiting_tokens=waiting, num_prefilling=1, pace_s=pace_s, keeps_pace=keeps_pace))
         goals = Goals(draw.choice([None, 0.5]), draw.choice([None, 0.03]), draw.choice([None, 0.03]))
-        expected, over = draw.uniform(1.0, 300.0), Overhead(draw.random() / 50, draw.random() / 50, draw.uniform(0.8, 2.0))
+        expected, over = (
+            draw.uniform(1.0, 300.0),
+            Overhead(*(draw.uniform(0.0, 0.02) for _ in range(2)), *(draw.uniform(0.8, 2.0) for _ in range(2))),
+        )
         prompt = prefill.prompt_side(900, draw.randrange(900), 0.3)
         output = decode.output_side(900, draw.randrange(900), 1, expected, 0.3)
         parts = prompt_part(prompt, expected, goals), output_part(output, expected, goals)
@@ -271,5 +293,7 @@ def test_what_is_remembered_of_overheads_is_what_was_observed() -> None:
 def _observe(overheads: Overheads, prefill: WorkerSnapshot | None, decode: WorkerSnapshot, seconds: float) -> None:
     if seconds < 0.02:
         overheads.observe_tpot(decode, 0.01, seconds)
+    elif seconds < 0.03:
+        overheads.observe_ttft(prefill, decode, 0.01, seconds)
     else:
         overheads.observe(prefill, decode, Overhead(seconds, seconds / 2))

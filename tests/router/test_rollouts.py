@@ -22,9 +22,9 @@ from pdmesh.runtime.registry.redis_server import EmbeddedRedis
 from pdmesh.v1 import mesh_pb2
 from router.fleet.registry import FleetRegistry
 from router.fleet.rollouts import Rollouts, TrafficSplits, checked
-from router.routing.cost_model import Overheads
 from router.routing.filters import NoPlacement, Placement, RoutingRequest, compatible, same_kind
 from router.routing.fleet_snapshot import FleetSnapshot
+from router.routing.learned import Overheads
 from router.routing.policy import Policy, make_policy
 from router.routing.revisions import order, place
 from router.routing.worker_snapshot import Mode, WorkerSnapshot

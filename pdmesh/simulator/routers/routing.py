@@ -14,9 +14,9 @@ from router.fleet.worker import Dispatched, counted
 from router.flow_control.slo_admission import Forecast
 from router.kv_index.block_map import BlockMap, WorkerSlots
 from router.kv_index.index import IN_FLIGHT_S, NO_TOKENS, Part, PrefixMemory, PromptTokens, together
-from router.routing.cost_model import OutputLengths, Overheads
 from router.routing.filters import NoPlacement, PeerTiers, Placement, RoutingRequest, peer_tiers
 from router.routing.fleet_snapshot import FleetSnapshot
+from router.routing.learned import OutputLengths, Overheads
 from router.routing.policy import make_policy
 from router.routing.worker_reports import NOTHING, tightest
 from router.routing.worker_snapshot import WorkerKey, WorkerSnapshot
