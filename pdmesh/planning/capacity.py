@@ -290,8 +290,10 @@ class SharedPool:
         alone = model.fixed_s + batches * (model.per_sequence_s + model.per_context_token_s * lengths.running_context)
         if self.goals.tpot_s is None or not self.worker.keeps_pace:
             return alone / (1 - prompts)
-        behind = np.minimum(alone / MAX_SHARE, np.maximum(alone, BEHIND_TARGET * self.goals.tpot_s))
-        return np.minimum(alone / (1 - prompts), np.maximum(behind, PACE_TARGET * self.goals.tpot_s))
+        filled = alone / self.goals.tpot_s
+        kept = np.minimum(alone / MAX_SHARE, np.maximum(BEHIND_TARGET, (1 + filled) / 2) * self.goals.tpot_s)
+        longest = np.where(filled < 1, np.maximum(kept, PACE_TARGET * self.goals.tpot_s), np.inf)
+        return np.minimum(alone / (1 - prompts), longest)
 
     def _work_s(self, lengths: Lengths) -> float:
         return times_alone(self.worker, lengths).work_s

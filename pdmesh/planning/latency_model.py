@@ -83,7 +83,7 @@ SPREAD = 8
 MAX_SHARE = 0.75
 """Share of the time for steps of running sequences alone: prompts get the rest, as long as BEHIND_TARGET is kept all the same."""
 BEHIND_TARGET = 0.95
-"""Share of a TPOT objective that sequences behind their pace keep while prompts have their least share."""
+"""Share of a TPOT objective that sequences behind their pace keep while prompts have their least share; see `behind_target`."""
 LEAST_TOKENS = 8
 """Prompt tokens in a step, whatever the objectives."""
 FORGIVEN = 32
@@ -190,3 +190,15 @@ def prior_of(
         per_sequence_s=token_s + more_s(batch) + 2 * shape.num_head_weights / operations_s + OVERHEAD_PER_SEQUENCE_S,
         per_context_token_s=share * (shape.kv_bytes_per_token / bytes_s + shape.attention_operations / operations_s),
     )
+
+
+def behind_target(filled: float) -> float:
+    """Return the share of a TPOT objective that sequences behind their pace keep, where steps of them alone fill the share
+    `filled` of it, less than 1."""
+    return max(BEHIND_TARGET, (1 + filled) / 2)
+
+
+def decode_share(filled: float) -> float:
+    """Return the largest share of the time that steps of sequences alone have beside prompts, where such a step fills the share
+    `filled` of their TPOT objective. From 1 on they cannot keep it, and hold no prompt back."""
+    return max(MAX_SHARE, filled / behind_target(filled)) if filled < 1 else MAX_SHARE

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdmesh.planning.capacity_load import Goals, Lengths, Worker
-from pdmesh.planning.latency_model import MAX_SHARE, PACE_TARGET, LatencyModel
+from pdmesh.planning.latency_model import PACE_TARGET, LatencyModel, decode_share
 
 # The wait for one of several servers. Seconds.
 #
@@ -161,7 +161,7 @@ def times_beside(worker: Worker, lengths: Lengths, goals: Goals, batch: float) -
     tokens, work = _work(worker, lengths)
     decode_s = step_s(worker.model, batch, lengths.running_context)
     tpot_s = goals.tpot_s if worker.keeps_pace else None
-    share = min(MAX_SHARE, decode_s / (PACE_TARGET * tpot_s)) if tpot_s is not None else 0.0
+    share = min(decode_share(decode_s / tpot_s), decode_s / (PACE_TARGET * tpot_s)) if tpot_s is not None else 0.0
     chunk = max(1.0, worker.limits.max_num_batched_tokens - batch)
     num_steps = np.maximum(1.0, np.ceil(tokens * (1 - lengths.cached_share) / chunk))
     each = np.maximum(work + decode_s * num_steps, work / (1 - share))

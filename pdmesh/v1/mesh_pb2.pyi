@@ -1852,7 +1852,9 @@ class TrafficStatus(_message.Message):
 
     @_builtins.property
     def ttft_predicted(self) -> Global___DurationHistogram:
-        """ttft_predicted by that decision, of the same requests."""
+        """ttft_predicted by that decision from the workers' speeds and queues alone, of the same requests. What the router has learned
+        of earlier requests is in the predictions of Decision, and not in this one.
+        """
 
     @_builtins.property
     def tpot_observed(self) -> Global___DurationHistogram:

@@ -17,7 +17,7 @@ from router.endpoint_picker.prompts import Prompt
 from router.flow_control.capacity import AdmissionSettings
 from router.flow_control.controller import Admission, FlowController
 from router.flow_control.slo_admission import STANDARD, FlowItem, Forecast, Ticket
-from router.routing.filters import NoPlacement, Placement, RoutingRequest
+from router.routing.filters import NoPlacement, Placement, RoutingRequest, free_elsewhere
 from router.routing.learned import Overheads
 from router.routing.policy import make_policy
 from router.routing.worker_snapshot import Mode, WorkerKey
@@ -181,13 +181,13 @@ class _Placing:
     def forecast(self) -> Forecast | None:
         """Return the forecast for it; None while no endpoint can take it, or the speed of that one is not known."""
         try:
-            placement = self.fresh()[0]
+            placement, cached = self.fresh()
         except Unavailable:
             return None
         best = placement.chosen
         if best is None or best.prediction is None or best.decode.latency is None:
             return None
-        predicted, elsewhere = best.prediction, placement.free_elsewhere
+        predicted, elsewhere = best.prediction, free_elsewhere(placement, RoutingRequest("", 1, cached_tokens=cached))
         return Forecast(predicted.ttft_s, predicted.tpot_s, best.has_room, predicted.ahead_s, elsewhere=elsewhere)
 
 

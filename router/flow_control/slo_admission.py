@@ -34,7 +34,7 @@ class Forecast:
 
     `has_room`: some worker could hold it now. `ahead_s`: the part of `ttft_s` that other requests' prompts take. `idle_tpot_s`:
     the TPOT on the fastest worker with no other load; None: not computed, or not known. `elsewhere`: where it would begin at
-    once, although that placement is worse for it; None: nowhere, or it begins at once anyway.
+    once, and have its first token later, as less of it is cached there; None: nowhere, or it begins at once anyway.
     """
 
     ttft_s: float
@@ -271,7 +271,7 @@ def verdict(item: FlowItem, forecast: Forecast | None, *, others_above: bool, tr
     `transit_s`: time of admitted prompts that have not reached a worker, which the forecast does not contain."""
     if forecast is None:
         return Verdict.OPEN
-    if not forecast.has_room or _is_held_back(forecast, transit_s):
+    if not forecast.has_room or _is_held_back(item, forecast, transit_s):
         return Verdict.SATURATED
     if item.tpot_s is not None and forecast.tpot_s > item.tpot_s:
         return Verdict.OWN
@@ -280,13 +280,14 @@ def verdict(item: FlowItem, forecast: Forecast | None, *, others_above: bool, tr
     return Verdict.OPEN
 
 
-def _is_held_back(forecast: Forecast, transit_s: float) -> bool:
+def _is_held_back(item: FlowItem, forecast: Forecast, transit_s: float) -> bool:
     """Return whether every worker has enough work. One that wants a busy worker, since its prefix is cached there, while others
-    are free is sent to it: held back here it would only be in the way of requests that want the free ones."""
+    are free is sent to it: held back here it would be in the way of requests that want the free ones. Batch waits all the same:
+    on the worker no priority would order it."""
     if not is_saturated(forecast.ttft_s, forecast.ahead_s, transit_s):
         return False
     other = forecast.elsewhere
-    return other is None or is_saturated(other.ttft_s, other.ahead_s, transit_s)
+    return item.rank == BATCH or other is None or is_saturated(other.ttft_s, other.ahead_s, transit_s)
 
 
 def _disturbs(item: FlowItem, forecast: Forecast) -> bool:
@@ -384,9 +385,10 @@ def never_fast_enough(item: FlowItem, forecast: Forecast | None) -> Refusal | No
 
 
 def expected_ttft_s(forecast: Forecast, wait_s: float | None) -> float:
-    """Return the expected TTFT from now. After a wait, workers are as busy as they ever get work in advance (MAX_AHEAD_S)."""
-    if wait_s is None:
-        return forecast.ttft_s
+    """Return the expected TTFT from now. After a wait, workers are as busy as they ever get work in advance (MAX_AHEAD_S), save
+    one that has the prompt's beginning."""
+    if wait_s is None or forecast.elsewhere is not None:
+        return forecast.ttft_s + (wait_s or 0.0)
     return wait_s + alone_s(forecast) + min(forecast.ahead_s, MAX_AHEAD_S)
 
 

@@ -7,7 +7,7 @@ from pdmesh.v1 import common_pb2
 from router.context import RouterContext
 from router.fleet.circuit_breaker import Role
 from router.flow_control.slo_admission import FlowItem, Forecast, nothing_known
-from router.routing.filters import NoPlacement, RoutingRequest
+from router.routing.filters import NoPlacement, RoutingRequest, free_elsewhere
 from router.routing.routing_request import choose, kind_of_resumed, routing_request_of
 from router.tokenization.prepared_request import PreparedRequest
 
@@ -46,7 +46,7 @@ class TtftPredictor:
         predicted = best.prediction
         slow = routing_request.tpot_goal_s is not None and predicted.tpot_s > routing_request.tpot_goal_s
         idle_tpot_s = self._idle_tpot_s(routing_request) if slow else None
-        elsewhere = choice.free_elsewhere
+        elsewhere = free_elsewhere(choice, routing_request)
         return Forecast(predicted.ttft_s, predicted.tpot_s, best.has_room, predicted.ahead_s, idle_tpot_s, elsewhere)
 
     def _idle_tpot_s(self, routing_request: RoutingRequest) -> float | None:

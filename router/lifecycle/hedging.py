@@ -39,9 +39,14 @@ class HedgeBudget:
         """Record that a request has gone to a prefill worker."""
         self._tokens = min(self._limits.burst, self._tokens + self._limits.share)
 
+    @property
+    def has_one(self) -> bool:
+        """Return whether one may be hedged now."""
+        return bool(self._limits.share) and self._tokens >= 1
+
     def spend(self) -> bool:
         """Return whether one may be hedged, and count it."""
-        if self._tokens < 1 or not self._limits.share:
+        if not self.has_one:
             return False
         self._tokens -= 1
         return True

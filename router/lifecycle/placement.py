@@ -390,18 +390,18 @@ def next_prefill(core: RouterContext, dispatch: Dispatch) -> PrefillTarget | Non
     return None if choice is None else _prefill_target(core, choice, dispatch.routing_request)
 
 
-MOVING_S = 0.4
-"""A worker whose latest step ended so long ago at most goes on: two periods of its reports."""
+MOVING_PERIODS = 2.0
+"""A worker whose figures are so many periods of its reports old at most goes on."""
 
 
 def is_sooner_elsewhere(core: RouterContext, dispatch: Dispatch, prefill: PrefillTarget) -> bool:
     """Return whether another attempt at a prompt would be done before those that its worker still has. True also where the worker
-    shows no work on it, or nothing is predicted: then it may be stuck."""
+    has told nothing new, or of no prompts to compute, or nothing is predicted: then it may be stuck."""
     now, fleet_snapshot, decode = time.monotonic(), core.fleet.fleet_snapshot, _decode_of(core, dispatch)
     busy = fleet_snapshot.get(prefill.worker.address)
     if busy is None or decode is None or busy.key != prefill.key or busy.view.latency is None:
         return True
-    if not busy.view.num_waiting_tokens or now - busy.view.figures_at > MOVING_S:
+    if not busy.view.num_waiting_tokens or now - busy.view.figures_at > MOVING_PERIODS * core.config.report_period_ms / 1e3:
         return True
     routing_request = _another(core, dispatch, dispatch.tried | {prefill.key})
     choice = core.policy.choose_prefill(fleet_snapshot, decode.view, routing_request, now)
@@ -409,7 +409,7 @@ def is_sooner_elsewhere(core: RouterContext, dispatch: Dispatch, prefill: Prefil
         cached = routing_request.cached_tokens.get(decode.key, 0)
         return decode.prompt_side(routing_request.num_tokens, cached, now).compute_s < busy.ahead_s(now)
     best = choice.chosen
-    return best is None or best.prediction is None or best.prediction.ttft_s < busy.ahead_s(now)
+    return best is None or best.prediction is None or best.prediction.plain_ttft_s < busy.ahead_s(now)
 
 
 def _decode_of(core: RouterContext, dispatch: Dispatch) -> WorkerEstimate | None:
@@ -433,12 +433,12 @@ def routing_request_for(
 
 
 def predicted_s(choice: Placement) -> float | None:
-    """Return the predicted seconds to the first token; None unless the prefill worker has measured its steps: a guess must
-    not cause a hedge."""
+    """Return the seconds to the first token that are predicted from its speed; None unless the prefill worker has measured its
+    steps: a guess must not cause a hedge, and one that becomes slow must not teach that this is usual."""
     speed = None if choice.prefill is None else choice.prefill.latency
     if speed is None or not speed.num_steps or choice.chosen is None or choice.chosen.prediction is None:
         return None
-    return choice.chosen.prediction.ttft_s
+    return choice.chosen.prediction.plain_ttft_s
 
 
 def give_up(prefill: PrefillTarget | None) -> None:

@@ -193,8 +193,8 @@ class PrefillCall:
 
     def _is_done_sooner_here(self, waited_s: float, bound_s: float) -> bool:
         """Return whether a late prompt is given more time, as its worker is only busy."""
-        is_late = bound_s <= waited_s < VERY_LATE * bound_s
-        return is_late and not is_sooner_elsewhere(self._core, self._dispatch, self._prefill)
+        may_hedge = bound_s <= waited_s < VERY_LATE * bound_s and self._core.hedging.budget.has_one
+        return may_hedge and not is_sooner_elsewhere(self._core, self._dispatch, self._prefill)
 
     @property
     def _worker_id(self) -> str:

@@ -254,13 +254,14 @@ def learn(
     if decision is None or timings.num_retries or timings.num_resubmissions or prepared.emitted:
         return
     core.decisions.compare(decision)
-    chosen, tpot_s = decision.placement.chosen, decision.observed_tpot_s
+    chosen, tpot_s, now = decision.placement.chosen, decision.observed_tpot_s, time.monotonic()
     if chosen is not None and chosen.prediction is not None:
         _count(core.traffic.of(prepared.model.name), decision, chosen.prediction)
         if decision.observed_ttft_s is not None:
-            core.overheads.observe_ttft(chosen.prefill, chosen.decode, chosen.prediction.plain_ttft_s, decision.observed_ttft_s)
+            plain_s = chosen.prediction.plain_ttft_s
+            core.overheads.observe_ttft(chosen.prefill, chosen.decode, plain_s, decision.observed_ttft_s, now)
         if tpot_s:
-            core.overheads.observe_tpot(chosen.decode, chosen.prediction.steps_tpot_s, tpot_s)
+            core.overheads.observe_tpot(chosen.decode, chosen.prediction.steps_tpot_s, tpot_s, now)
     seen = _overhead(decision, timings)
     if seen is not None:
         core.overheads.observe(decision.placement.prefill, decision.placement.decode, seen)

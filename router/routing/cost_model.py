@@ -22,12 +22,12 @@ import math
 from typing import NamedTuple
 
 from pdmesh.planning.latency_model import (
-    BEHIND_TARGET,
     MAX_SHARE,
     MUCH_SHORTER,
     OLDEST_SHARE,
     PACE_TARGET,
     LatencyModel,
+    decode_share,
     prefill_context,
 )
 from router.routing.worker_snapshot import WorkerSnapshot
@@ -42,7 +42,8 @@ SPARED = 0.25
 """Weight of a second that a running sequence loses out of its slack: it keeps its pace, and ends later."""
 
 MAX_AHEAD_S = 0.25
-"""Work that is sent to workers in advance. More waits at the router, where it can still be ordered by priority and tenant."""
+"""Work that is sent to workers in advance. More waits at the router, where it can still be ordered by priority and tenant, but
+for what waits for a cached prefix while other workers are free (`free_elsewhere` in router/routing/filters.py)."""
 
 ALWAYS_AHEAD_S = 0.1
 """A prompt that exceeds MAX_AHEAD_S by itself is sent to a worker with no more work than this."""
@@ -273,8 +274,7 @@ class WorkerEstimate:
 
 def _most(step_s: float, pace_s: float) -> float:
     """Return the largest share of the time for steps without prompts. A pace that cannot be kept holds no prompt back."""
-    filled = step_s * PACE_TARGET / pace_s
-    return min(LARGEST_SHARE, filled / BEHIND_TARGET) if MAX_SHARE * BEHIND_TARGET < filled < 1 else MAX_SHARE
+    return min(LARGEST_SHARE, decode_share(step_s * PACE_TARGET / pace_s))
 
 
 def miss(value_s: float, goal_s: float | None) -> float:
@@ -306,7 +306,8 @@ def local(prompt: PromptSide, output: OutputSide, over: Overhead, expected: floa
         more_s = 0.0 if prompt.is_paced else prompt.own_s / max(1.0, expected)
         misses += output.rows * miss(output.tpot_s + more_s, goals.running_tpot_s)
     work_s = prompt.own_s + prompt.fixed_s + expected * (output.row_s + output.alone_s)
-    return Prediction(ttft_s, tpot_s, delay_s, work_s, prompt.ahead_s, misses, steps_tpot_s, _spares(prompt), plain_s)
+    ahead_s = prompt.ahead_s * over.ttft_stretch
+    return Prediction(ttft_s, tpot_s, delay_s, work_s, ahead_s, misses, steps_tpot_s, _spares(prompt), plain_s)
 
 
 def remote(prompt: PromptSide, output: OutputSide, over: Overhead, expected: float, goals: "Goals") -> Prediction:
@@ -325,7 +326,8 @@ def remote(prompt: PromptSide, output: OutputSide, over: Overhead, expected: flo
         misses += prompt.rows * miss(elsewhere_s, goals.running_tpot_s)
         misses += output.rows * miss(output.tpot_s, goals.running_tpot_s)
     work_s = prompt.own_s + prompt.fixed_s + expected * (output.row_s + output.alone_s) + over.before_s + after_s
-    return Prediction(ttft_s, tpot_s, delay_s, work_s, prompt.ahead_s, misses, steps_tpot_s, _spares(prompt), plain_s)
+    ahead_s = prompt.ahead_s * over.ttft_stretch
+    return Prediction(ttft_s, tpot_s, delay_s, work_s, ahead_s, misses, steps_tpot_s, _spares(prompt), plain_s)
 
 
 def lost_s(prompt: PromptSide) -> float:

@@ -224,7 +224,7 @@ class _CandidateSearch:
         part_of = self._fetching_part if self._held or self._restorable else self._prompt_part
         for estimate in decodes:
             view, part = estimate.view, part_of(estimate)
-            over = self._overheads.between(None, view)
+            over = self._overheads.between(None, view, self._now)
             predicted = local_prediction(part, self._output_part(estimate), over, gaps, goals)
             cost = cost_s(predicted, self._expected, self._pressure) + view.penalty_s
             has_room = has_room_now(estimate, self._routing_request)
@@ -238,12 +238,12 @@ class _CandidateSearch:
         able = [decode for decode in decodes if can_hand_over(decode.view, self._routing_request)]
         prompts, outputs = sorted(prefills, key=self._prompt_order), sorted(able, key=self._output_order)
         found, goals, gaps, parts = list[Candidate](), self._goals, self._gaps, self._fetching
-        expected, pressure, between = self._expected, self._pressure, self._overheads.between
+        expected, pressure, between, now = self._expected, self._pressure, self._overheads.between, self._now
         for decode in outputs[: self._count]:
             has_room, view, output = has_room_now(decode, self._routing_request), decode.view, self._outputs[decode]
             for prefill in self._partners(prompts, view):
                 other, part = prefill.view, parts[prefill]
-                predicted = remote_prediction(part, output, between(other, view), gaps, goals)
+                predicted = remote_prediction(part, output, between(other, view, now), gaps, goals)
                 cost = cost_s(predicted, expected, pressure) + view.penalty_s + other.penalty_s
                 found.append(_new(Candidate, (view, other, cost, has_room, predicted, part.ways)))
         return found

@@ -124,17 +124,6 @@ class Placement:
                 return candidate
         return None
 
-    @property
-    def free_elsewhere(self) -> Prediction | None:
-        """Return the prediction of a candidate that would begin at once, the one with the shortest queue, if the chosen one has
-        to wait; None: it has not, or every candidate has."""
-        best = self.chosen
-        if best is None or best.prediction is None or not is_saturated(best.prediction.ttft_s, best.prediction.ahead_s):
-            return None
-        others = [candidate.prediction for candidate in self.candidates if candidate.has_room]
-        free = [each for each in others if each is not None and each.spares and not is_saturated(each.ttft_s, each.ahead_s)]
-        return min(free, key=lambda each: (each.ahead_s, each.ttft_s), default=None)
-
 
 @dataclass(frozen=True)
 class NoPlacement:
@@ -148,6 +137,27 @@ class NoPlacement:
     remedy: str = ""
     field: str = ""
     word: str = ""
+
+
+def free_elsewhere(placement: Placement, routing_request: RoutingRequest) -> Prediction | None:
+    """Return the prediction of the candidate with the shortest queue that would begin at once, where the chosen one has to wait
+    for a worker that has more of the prompt cached, and has the first token sooner all the same. None: it has not, or every
+    candidate waits."""
+    best = placement.chosen
+    if best is None or best.prediction is None or not is_saturated(best.prediction.ttft_s, best.prediction.ahead_s):
+        return None
+    most, first_s = _cached(best, routing_request), best.prediction.ttft_s
+    others = [each.prediction for each in placement.candidates if each.has_room and _cached(each, routing_request) < most]
+    slower = [other for other in others if other is not None and other.ttft_s >= first_s]
+    free = [other for other in slower if not is_saturated(other.ttft_s, other.ahead_s)]
+    return min(free, key=lambda other: (other.ahead_s, other.ttft_s), default=None)
+
+
+def _cached(candidate: Candidate, routing_request: RoutingRequest) -> int:
+    """Return the tokens of the prompt that its worker has, in its pool or its tiers."""
+    computing = candidate.prefill or candidate.decode
+    held = routing_request.cached_tokens.get(computing.key, 0)
+    return max(held, routing_request.restorable_tokens.get(computing.key, 0))
 
 
 def same_kind(worker: WorkerSnapshot, routing_request: RoutingRequest) -> bool:

@@ -25,6 +25,10 @@ STRETCH_STEP, FIRST_STRETCH_STEP = 0.03, 0.5
 """Largest change by one request: so the value follows the median, which few requests beside a long prompt do not shift. The first
 requests of a load may change it by the latter over their number, so that a few of them are enough to know a machine."""
 
+FRESH_S, FADE_S = 30.0, 60.0
+"""A stretch holds for so long after the latest request, and then half of it is left after FADE_S."""
+CACHED_FOR_S = 5.0
+
 FEW_ROWS, MANY_ROWS, NUM_LOAD_CLASSES = 2, 6, 4
 
 _Key = tuple[str | None, str]
@@ -38,16 +42,23 @@ def load_class(decode: WorkerSnapshot) -> int:
 
 
 class Stretch(NamedTuple):
-    """Hold the middle of what was seen, and of how many requests."""
+    """Hold the middle of what was seen, of how many requests, and when the latest of them was."""
 
     value: float
     num_seen: int
+    seen_at: float = 0.0
 
-    def followed(self, seen: float) -> "Stretch":
+    def at(self, now: float) -> float:
+        """Return what is left of it. One that was high while something was wrong keeps requests away, and none would show that it
+        is over."""
+        age_s = now - self.seen_at
+        return self.value if age_s <= FRESH_S else 1 + (self.value - 1) * 0.5 ** ((age_s - FRESH_S) / FADE_S)
+
+    def followed(self, seen: float, now: float) -> "Stretch":
         """Return it with one request more."""
-        step = max(STRETCH_STEP, FIRST_STRETCH_STEP / (self.num_seen + 1))
-        value = self.value + min(step, max(-step, seen - self.value))
-        return Stretch(min(MAX_STRETCH, max(MIN_STRETCH, value)), self.num_seen + 1)
+        step, value = max(STRETCH_STEP, FIRST_STRETCH_STEP / (self.num_seen + 1)), self.at(now)
+        value += min(step, max(-step, seen - value))
+        return Stretch(min(MAX_STRETCH, max(MIN_STRETCH, value)), self.num_seen + 1, now)
 
 
 class Stretches:
@@ -56,20 +67,20 @@ class Stretches:
     def __init__(self) -> None:
         self._by_key: OrderedDict[_Key, list[Stretch]] = OrderedDict()  # by load class; the last is that of all
 
-    def get(self, key: _Key, place: int) -> float:
+    def get(self, key: _Key, place: int, now: float) -> float:
         """Return the stretch of a load class; 1 before anything was seen."""
         known = self._by_key.get(key)
         if known is None:
             return 1.0
-        return (known[place] if known[place].num_seen else known[NUM_LOAD_CLASSES]).value
+        return (known[place] if known[place].num_seen else known[NUM_LOAD_CLASSES]).at(now)
 
-    def observe(self, key: _Key, place: int, seen: float) -> _Key | None:
+    def observe(self, key: _Key, place: int, seen: float, now: float) -> _Key | None:
         """Record that of one request; return a key that was forgotten for it."""
         known = self._by_key.setdefault(key, [Stretch(1.0, 0)] * (NUM_LOAD_CLASSES + 1))
         if not known[place].num_seen:
-            known[place] = Stretch(known[NUM_LOAD_CLASSES].value, 0)
+            known[place] = Stretch(known[NUM_LOAD_CLASSES].at(now), 0, now)
         for each in (place, NUM_LOAD_CLASSES):
-            known[each] = known[each].followed(seen)
+            known[each] = known[each].followed(seen, now)
         self._by_key.move_to_end(key)
         return self._by_key.popitem(last=False)[0] if len(self._by_key) > MAX_PAIRS else None
 
@@ -84,9 +95,13 @@ class Overheads:
         self._pairs: OrderedDict[_Key, tuple[Overhead, int]] = OrderedDict()
         self._tpot, self._ttft = Stretches(), Stretches()
         self._cached: dict[str, dict[tuple[int, int | None, str | None], Overhead]] = {}
+        self._cached_until = 0.0
 
-    def between(self, prefill: WorkerSnapshot | None, decode: WorkerSnapshot) -> Overhead:
-        """Return the overhead of this pair; `prefill` None: LOCAL."""
+    def between(self, prefill: WorkerSnapshot | None, decode: WorkerSnapshot, now: float = 0.0) -> Overhead:
+        """Return the overhead of this pair; `prefill` None: LOCAL. `now`: monotonic seconds, as in all calls."""
+        if now >= self._cached_until:
+            self._cached.clear()
+            self._cached_until = now + CACHED_FOR_S
         host, other = decode.host_id, None if prefill is None else prefill.host_id
         cached = self._cached.get(host)
         if cached is None:
@@ -95,25 +110,26 @@ class Overheads:
         key = (place, place if prefill is None else _prompt_class(prefill), other)
         known = cached.get(key)
         if known is None:
-            known = cached[key] = self._look_up(other, host, place, key[1])
+            known = cached[key] = self._look_up(other, host, key, now)
         return known
 
-    def observe_tpot(self, decode: WorkerSnapshot, steps_tpot_s: float, seen_tpot_s: float) -> None:
+    def observe_tpot(self, decode: WorkerSnapshot, steps_tpot_s: float, seen_tpot_s: float, now: float = 0.0) -> None:
         """Record the observed TPOT of a request on this worker, and `steps_tpot_s`, that of the steps alone. `decode`: as it was
         when the request was placed."""
         if steps_tpot_s <= 0:
             return
-        forgotten = self._tpot.observe((None, decode.host_id), load_class(decode), seen_tpot_s / steps_tpot_s)
+        forgotten = self._tpot.observe((None, decode.host_id), load_class(decode), seen_tpot_s / steps_tpot_s, now)
         self._changed(decode.host_id, forgotten)
 
     def observe_ttft(
-        self, prefill: WorkerSnapshot | None, decode: WorkerSnapshot, plain_ttft_s: float, seen_ttft_s: float
+        self, prefill: WorkerSnapshot | None, decode: WorkerSnapshot, plain_ttft_s: float, seen_ttft_s: float, now: float = 0.0
     ) -> None:
         """Record the observed TTFT of a request on this pair, and `plain_ttft_s`, which was predicted of what was there. Both
         snapshots: as they were when the request was placed."""
         place = _prompt_class(decode if prefill is None else prefill)
         if plain_ttft_s > 0 and place is not None:
-            self._changed(decode.host_id, self._ttft.observe(_key(prefill, decode), place, seen_ttft_s / plain_ttft_s))
+            forgotten = self._ttft.observe(_key(prefill, decode), place, seen_ttft_s / plain_ttft_s, now)
+            self._changed(decode.host_id, forgotten)
 
     def observe(self, prefill: WorkerSnapshot | None, decode: WorkerSnapshot, seen: Overhead) -> None:
         """Record the overhead of one request on this pair."""
@@ -128,13 +144,13 @@ class Overheads:
             (_, host), _ = self._pairs.popitem(last=False)
             self._cached.pop(host, None)
 
-    def _look_up(self, prefill: str | None, decode: str, place: int, prompt_place: int | None) -> Overhead:
-        """Return the overhead between two hosts."""
-        key = (prefill, decode)
+    def _look_up(self, prefill: str | None, decode: str, places: tuple[int, int | None, str | None], now: float) -> Overhead:
+        """Return the overhead between two hosts, at the load classes of decode and prompt."""
+        key, (place, prompt_place, _) = (prefill, decode), places
         known = self._pairs.get(key)
         over = known[0] if known is not None else _unknown(prefill)
-        ttft = 1.0 if prompt_place is None else self._ttft.get(key, prompt_place)
-        return Overhead(over.before_s, over.after_s, self._tpot.get((None, decode), place), ttft)
+        ttft = 1.0 if prompt_place is None else self._ttft.get(key, prompt_place, now)
+        return Overhead(over.before_s, over.after_s, self._tpot.get((None, decode), place, now), ttft)
 
     def _changed(self, decode: str, forgotten: _Key | None) -> None:
         self._cached.pop(decode, None)

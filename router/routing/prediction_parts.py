@@ -77,7 +77,8 @@ def local_prediction(prompt: PromptPart, output: OutputPart, over: Overhead, gap
     if output.rows:
         misses += output.rows * miss(output.tpot_s + prompt.more_s, goals.running_tpot_s)
     delay_s, work_s = prompt.lost_s + output.slowed_s, prompt.work_s + output.own_s
-    return _new(Prediction, (ttft_s, tpot_s, delay_s, work_s, prompt.ahead_s, misses, steps_tpot_s, prompt.spares, plain_s))
+    ahead_s = prompt.ahead_s * ttft_stretch
+    return _new(Prediction, (ttft_s, tpot_s, delay_s, work_s, ahead_s, misses, steps_tpot_s, prompt.spares, plain_s))
 
 
 def remote_prediction(prompt: PromptPart, output: OutputPart, over: Overhead, gaps: float, goals: Goals) -> Prediction:
@@ -95,4 +96,5 @@ def remote_prediction(prompt: PromptPart, output: OutputPart, over: Overhead, ga
     misses = misses + prompt.misses + output.misses
     work_s = prompt.work_s + output.own_s + before_s + after_s
     delay_s = prompt.lost_s + output.slowed_s
-    return _new(Prediction, (ttft_s, tpot_s, delay_s, work_s, prompt.ahead_s, misses, steps_tpot_s, prompt.spares, plain_s))
+    ahead_s = prompt.ahead_s * ttft_stretch
+    return _new(Prediction, (ttft_s, tpot_s, delay_s, work_s, ahead_s, misses, steps_tpot_s, prompt.spares, plain_s))

@@ -20,6 +20,7 @@ from router.routing.filters import (
     can_ever_hold,
     can_hand_over,
     compatible,
+    free_elsewhere,
     has_room,
     same_kind,
 )
@@ -81,9 +82,13 @@ def place(
 
 
 def _is_open(choice: Placement, routing_request: RoutingRequest) -> bool:
-    """Return whether the workers have room and no long queue."""
+    """Return whether the workers have room and no long queue, or only that of a worker which has the prompt's beginning."""
     prediction = None if choice.chosen is None else choice.chosen.prediction
-    if prediction is not None and is_saturated(prediction.ttft_s, prediction.ahead_s) and choice.free_elsewhere is None:
+    if (
+        prediction is not None
+        and is_saturated(prediction.ttft_s, prediction.ahead_s)
+        and free_elsewhere(choice, routing_request) is None
+    ):
         return False
     return has_room(choice.decode, routing_request)
 

@@ -172,6 +172,16 @@ def test_prompts_get_a_share_of_steps_that_are_nearly_too_long() -> None:
     assert [told(900) for _ in range(SPREAD)] == [0] * (SPREAD - 1) + [LEAST_TOKENS], "behind the objective, not the pace alone"
 
 
+def test_steps_that_take_nearly_all_of_the_objective_leave_prompts_half_of_the_rest() -> None:
+    """Steps alone take 48 ms of 50, and a prompt token 0.05 ms: some twenty go into each step, not eight into every eighth."""
+    cost = COST._replace(fixed_s=0.046, per_prefill_token_s=5e-5)
+    machine, sequence = running(cost=cost)
+    machine.add(4000)
+    machine.step()
+    began_ns, num_prompt = machine.now_ns, sum(machine.step() for _ in range(100))
+    assert num_prompt > 1000 and 0.048 < (machine.now_ns - began_ns) / 100e9 < 0.0495, sequence
+
+
 @pytest.mark.parametrize("fixed_s", [0.030, 0.035, 0.040])
 def test_beside_prompts_without_end_an_objective_is_kept_with_something_to_spare(fixed_s: float) -> None:
     """Steps alone take 64 to 84 % of it: a mean of the objective itself would be late by whatever a machine adds."""

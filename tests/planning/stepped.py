@@ -8,7 +8,7 @@ import random
 from dataclasses import dataclass, field
 
 from pdmesh.planning.capacity_load import Goals, Load, Worker
-from pdmesh.planning.latency_model import BEHIND_TARGET, MAX_SHARE, PACE_TARGET, Work, prefill_context
+from pdmesh.planning.latency_model import MAX_SHARE, PACE_TARGET, Work, behind_target, prefill_context
 
 
 @dataclass(eq=False)
@@ -48,7 +48,8 @@ class Stepping:
         budget = self.worker.limits.max_num_batched_tokens - len(self.rows)
         if self.rows and self.goals.tpot_s is not None and self.worker.keeps_pace:
             pace_s = PACE_TARGET * self.goals.tpot_s
-            least_s = min(decode_s * (1 - MAX_SHARE) / MAX_SHARE, max(0.0, BEHIND_TARGET * self.goals.tpot_s - decode_s))
+            kept_s = behind_target(decode_s / self.goals.tpot_s) * self.goals.tpot_s
+            least_s = min(decode_s * (1 - MAX_SHARE) / MAX_SHARE, max(0.0, kept_s - decode_s))
             budget = min(budget, max(8, int(max(least_s, pace_s - decode_s) / model.per_prefill_token_s)))
         tokens = contexts = 0
         for asked in self.prompts:

@@ -51,10 +51,14 @@ async def test_a_request_is_explained_and_compared_with_what_came(model_folder: 
         await mesh_that_tells(mesh)
         asked = request(max_tokens=8)
         asked.options.request_id = "mine"
+        overheads = mesh.router.core.overheads
+        before = [overheads.between(None, view).ttft_stretch for view in mesh.router.core.fleet.views() if view.decode]
         answer = await mesh.generate(asked)
+        after = [overheads.between(None, view).ttft_stretch for view in mesh.router.core.fleet.views() if view.decode]
         (decision,) = (await mesh.stub.Explain(mesh_pb2.ExplainRequest(request_id="mine"))).decisions
         (latest,) = (await mesh.stub.Explain(mesh_pb2.ExplainRequest(latest=5))).decisions
         status = await mesh.stub.GetStatus(mesh_pb2.GetStatusRequest())
+    assert before == [1.0, 1.0] != after, "the router learns by how much it was off"
     assert (decision.request_id, decision.policy, decision.num_tokens, decision.num_workers) == ("mine", "predict", 50, 4)
     chosen, *others = decision.candidates
     assert chosen.chosen and not any(other.chosen for other in others)

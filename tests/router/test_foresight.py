@@ -21,6 +21,7 @@ from router.flow_control.slo_admission import (
     Ticket,
     TicketState,
     Verdict,
+    expected_ttft_s,
     verdict,
 )
 from router.routing.cost_model import MAX_AHEAD_S, Prediction
@@ -90,6 +91,7 @@ def busy_mesh(sky: Sky, max_inflight: int = 10, max_queued: int = 10) -> Admissi
         (replace(AFFINE, elsewhere=FREE, tpot_s=0.041), PROMISED, Verdict.OWN),
         (replace(AFFINE, elsewhere=FREE, has_room=False), PROMISED, Verdict.SATURATED),
         (replace(AFFINE, elsewhere=FREE._replace(ahead_s=0.2)), PROMISED, Verdict.SATURATED),
+        (replace(AFFINE, elsewhere=FREE), replace(PROMISED, priority=BATCH), Verdict.SATURATED),
         (replace(GOOD, tpot_s=0.041), PROMISED, Verdict.OWN),
         (replace(GOOD, tpot_s=0.041), FlowItem(), Verdict.OPEN),
         (replace(GOOD, tpot_s=0.033), FlowItem(priority=BATCH, guard_tpot_s=0.04), Verdict.OWN),
@@ -185,7 +187,12 @@ def test_one_look_does_not_let_everybody_in() -> None:
     assert admission.look(10.0) == crowd[3:5]  # whoever is not placed by then waits for something else
 
 
-def test_one_that_wants_a_busy_worker_stands_in_nobodys_way_while_others_are_free() -> None:
+def test_a_queue_that_is_left_out_of_what_is_expected_is_only_that_of_workers_with_no_prefix() -> None:
+    assert expected_ttft_s(AFFINE, 0.2) == pytest.approx(0.2 + 0.05 + MAX_AHEAD_S)
+    assert expected_ttft_s(replace(AFFINE, elsewhere=FREE), 0.2) == pytest.approx(0.2 + 0.45)
+
+
+def test_one_that_wants_a_busy_worker_is_in_no_others_way_while_some_are_free() -> None:
     """It is sent there at once, and so are those that come after it, until prompts on their way could fill the free worker."""
     sky, idle = Sky(), Sky()
     admission = busy_mesh(sky)

@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 
 from pdmesh.planning.latency_model import LatencyModel
 from pdmesh.v1 import mesh_pb2
+from router.context import RouterContext
 from router.fleet.worker import Dispatched
-from router.lifecycle import prefill_stage
+from router.lifecycle import placement, prefill_stage
 from router.lifecycle.hedging import HedgeBudget, HedgeLimits, Hedging, PrefillTimes
 from router.lifecycle.placement import predicted_s
+from router.lifecycle.request import Dispatch, PrefillTarget
 from router.routing.cost_model import Prediction
 from router.routing.filters import Candidate, Placement
 from tests.router.fleets import SPEED, worker
@@ -96,7 +98,11 @@ def test_a_longer_prompt_is_never_expected_sooner_for_its_length_alone(seen: lis
 def test_a_prompt_is_late_by_what_was_predicted_of_measured_workers(
     speed: LatencyModel | None, predicted: bool, expected_s: float | None
 ) -> None:
-    prefill, decode, prediction = worker("p0", latency=speed), worker("d0"), Prediction(0.2, 0.01, 0.0, 0.1, 0.0, 0.0)
+    prefill, decode, prediction = (
+        worker("p0", latency=speed),
+        worker("d0"),
+        Prediction(0.4, 0.01, 0.0, 0.1, 0.0, 0.0, plain_ttft_s=0.2),
+    )
     local = Candidate(decode, None, 2.0, True, prediction._replace(ttft_s=0.9))
     remote = Candidate(decode, prefill, 1.0, True, prediction)
     assert predicted_s(Placement(decode, prefill, "", [local, remote] if predicted else [])) == expected_s
@@ -140,10 +146,19 @@ async def late_on_a_busy_worker(model_folder: Path, num_tokens: int) -> AsyncIte
 async def test_a_late_prompt_stays_with_a_busy_worker_that_will_have_it_done_first(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    looks = list[bool]()
+    look = placement.is_sooner_elsewhere
+
+    def counted(core: RouterContext, dispatch: Dispatch, prefill: PrefillTarget) -> bool:
+        looks.append(look(core, dispatch, prefill))
+        return looks[-1]
+
+    monkeypatch.setattr(prefill_stage, "is_sooner_elsewhere", counted)
     monkeypatch.setattr(prefill_stage, "VERY_LATE", math.inf)
+    monkeypatch.setattr(placement, "MOVING_PERIODS", math.inf)  # however busy this machine is
     async with late_on_a_busy_worker(model_folder, 1000) as (mesh, _):
-        await asyncio.sleep(0.6)
-        assert mesh.router.core.num_hedges == 0
+        await eventually(lambda: len(looks) >= 3)
+        assert mesh.router.core.num_hedges == 0 and not any(looks)
         mesh["p0"].num_waiting_tokens = 0  # it has no work, and the prompt has not come
 
 

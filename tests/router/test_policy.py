@@ -7,9 +7,18 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from pdmesh.planning.latency_model import LatencyModel
-from router.routing.cost_model import NEUTRAL, Overhead
+from router.routing.cost_model import NEUTRAL, Overhead, is_saturated
 from router.routing.cost_policy import PredictPolicy
-from router.routing.filters import Candidate, NoPlacement, Placement, RoutingRequest, compatible, has_room, peer_tiers
+from router.routing.filters import (
+    Candidate,
+    NoPlacement,
+    Placement,
+    RoutingRequest,
+    compatible,
+    free_elsewhere,
+    has_room,
+    peer_tiers,
+)
 from router.routing.fleet_snapshot import FleetSnapshot
 from router.routing.learned import Overheads
 from router.routing.worker_snapshot import Mode, WorkerSnapshot
@@ -187,7 +196,7 @@ HOLDER = worker("p0", num_waiting_tokens=1000)
 def test_a_worker_that_could_begin_at_once_is_told_where_a_cached_prefix_is_worth_the_wait() -> None:
     placed = choose([HOLDER, P1, D0], CACHED)
     assert names(placed) == ("d0", "p0") and ttft_s(placed) > 1
-    elsewhere = placed.free_elsewhere
+    elsewhere = free_elsewhere(placed, CACHED)
     assert elsewhere is not None and elsewhere.ahead_s == 0 and elsewhere.ttft_s > 4
 
 
@@ -202,15 +211,23 @@ def test_a_worker_that_could_begin_at_once_is_told_where_a_cached_prefix_is_wort
 )
 def test_else_none_is_told(workers: list[WorkerSnapshot], what: str) -> None:
     placed = choose(workers, CACHED)
-    assert names(placed) == ("d0", "p0") and placed.free_elsewhere is None, what
+    assert names(placed) == ("d0", "p0") and free_elsewhere(placed, CACHED) is None, what
 
 
-def test_a_worker_whose_sequences_would_lose_their_pace_is_not_free() -> None:
-    demand = replace(CACHED, mode=Mode.LOCAL, cached_tokens={("d0", 1): 3900})
-    holder = worker("d0", num_waiting_tokens=1000)
-    for other, is_free in ((running("d1", 3), False), (running("d1", 3, pace_s=0.04), True)):
-        placed = choose([holder, other], demand)
-        assert names(placed) == ("d0", None) and (placed.free_elsewhere is not None) == is_free, other
+@pytest.mark.parametrize("pace_s", [0.0, 0.04])
+def test_a_worker_with_sequences_and_without_prompts_is_free(pace_s: float) -> None:
+    """Requests whose best worker it is begin there at once, whether it keeps a pace or not."""
+    demand, other = replace(CACHED, mode=Mode.LOCAL, cached_tokens={("d0", 1): 3900}), running("d1", 3, pace_s=pace_s)
+    placed = choose([worker("d0", num_waiting_tokens=1000), other], demand)
+    assert names(placed) == ("d0", None) and free_elsewhere(placed, demand) is not None
+
+
+def test_a_slower_way_is_not_elsewhere_where_nothing_is_cached() -> None:
+    """Both prefill workers have enough to do; what could begin on the decode worker is no reason to give them more."""
+    demand = replace(DEMAND, num_tokens=1000, max_total_tokens=1064)
+    busy = [worker(name, num_waiting_tokens=500) for name in ("p0", "p1")]
+    placed = choose([*busy, running("d0", 12, pace_s=0.02)], demand)
+    assert placed.prefill is not None and is_saturated(ttft_s(placed), 0.5) and free_elsewhere(placed, demand) is None
 
 
 FETCHING = worker("p0", fetch_token_s=1e-5)

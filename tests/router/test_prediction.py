@@ -24,7 +24,7 @@ from router.routing.cost_model import (
 from router.routing.cost_policy import PredictPolicy
 from router.routing.filters import Placement, RoutingRequest
 from router.routing.fleet_snapshot import FleetSnapshot
-from router.routing.learned import MAX_STRETCH, Overheads
+from router.routing.learned import FADE_S, FRESH_S, MAX_STRETCH, Overheads
 from router.routing.prediction_parts import local_prediction, output_part, prompt_part, remote_prediction
 from router.routing.worker_reports import Described, snapshot_of
 from router.routing.worker_snapshot import WorkerSnapshot
@@ -252,6 +252,29 @@ def test_ttft_is_stretched_by_what_was_seen_of_the_pair_at_that_load() -> None:
     predicted = local(prompt, output, overheads.between(None, busy), 64.0, Goals())
     assert predicted.ttft_s == pytest.approx(predicted.plain_ttft_s * overheads.between(None, busy).ttft_stretch)
     assert predicted.plain_ttft_s == pytest.approx(prompt.compute_s + overheads.between(None, busy).before_s)
+
+
+def test_what_other_prompts_take_is_stretched_as_ttft_is() -> None:
+    """Else a prompt that waits for others would seem to take as long without them."""
+    busy = engine(running("d0", 3, num_waiting_tokens=2000, num_prefilling=2))
+    sides = busy.prompt_side(100, 0, 0.0), busy.output_side(100, 0, 1, 64.0, 0.0)
+    plain, stretched = (local(*sides, Overhead(0.0, 0.0, ttft_stretch=by), 64.0, Goals()) for by in (1.0, 1.5))
+    assert stretched.ttft_s - stretched.ahead_s == pytest.approx(1.5 * (plain.ttft_s - plain.ahead_s))
+    assert stretched.plain_ttft_s == plain.plain_ttft_s == plain.ttft_s
+
+
+def test_a_stretch_that_keeps_requests_away_fades() -> None:
+    overheads, decode, prefill = Overheads(), running("d0", 4), running("pd1", 4)
+    for second in range(200):
+        overheads.observe_ttft(prefill, decode, 0.2, 0.8, float(second))
+        overheads.observe_tpot(decode, 0.01, 0.02, float(second))
+    latest = overheads.between(prefill, decode, 199.0)
+    assert (latest.ttft_stretch, latest.stretch) == pytest.approx((4.0, 2.0), abs=0.1)
+    assert overheads.between(prefill, decode, 199.0 + FRESH_S) == latest
+    faded = overheads.between(prefill, decode, 199.0 + FRESH_S + FADE_S)
+    assert (faded.ttft_stretch, faded.stretch) == pytest.approx((2.5, 1.5), abs=0.1)
+    overheads.observe_ttft(prefill, decode, 0.2, 0.2, 199.0 + FRESH_S + FADE_S)
+    assert overheads.between(prefill, decode, 199.0 + FRESH_S + FADE_S).ttft_stretch < 2.5, "it goes on from there"
 
 
 def test_pairs_are_predicted_bit_for_bit_as_one_by_one() -> None:

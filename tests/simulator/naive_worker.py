@@ -193,8 +193,9 @@ class NaiveWorker:
             return budget
         row = min(goals, key=lambda row: PACE_TARGET * row.job.goal_s + self._slack_s(row, now) / SPREAD)
         step_s = PACE_TARGET * row.job.goal_s + self._slack_s(row, now) / SPREAD
-        reserve_s = self._slack_s(row, now) + (BEHIND_TARGET - PACE_TARGET) * row.job.goal_s * row.num_paced
-        spare_s = BEHIND_TARGET * row.job.goal_s + min(0.0, reserve_s) / SPREAD - decode_s
+        kept = max(BEHIND_TARGET, (1 + decode_s / row.job.goal_s) / 2)
+        reserve_s = self._slack_s(row, now) + (kept - PACE_TARGET) * row.job.goal_s * row.num_paced
+        spare_s = kept * row.job.goal_s + min(0.0, reserve_s) / SPREAD - decode_s
         room_s = max(min(decode_s * (1 - MAX_SHARE) / MAX_SHARE, spare_s), step_s - decode_s)
         speed, num_tokens, behind = self.spec.speed, 0.0, 0.0
         for _ in range(2):

@@ -105,3 +105,17 @@ def test_a_forecast_is_of_the_best_placement() -> None:
     assert forecast is not None
     assert forecast.ttft_s == pytest.approx(LARGE.speed.prefill_s(0, 100, chunk=512), abs=3e-3)
     assert forecast.has_room
+
+
+def test_a_forecast_tells_of_a_free_worker_where_the_cached_prefix_is_on_a_busy_one() -> None:
+    outlook, request = SimulatedRouting(MeshSettings(), 512), Request(0, Arrival(0.0, 4100, 10, tuple(range(8))), 4100, 10)
+    for name in ("holder", "other"):
+        outlook.meet(name, LARGE)
+        outlook.report(name, IDLE)
+    outlook.sent_prompt("holder", request, 0.0)
+    idle = outlook.forecast(request, 0.5)
+    assert idle is not None and idle.elsewhere is None
+    outlook.report("holder", IDLE._replace(taken_at=0.5, num_waiting=1, num_waiting_tokens=2000, num_prefilling=1))
+    busy = outlook.forecast(request, 0.5)
+    assert busy is not None and busy.elsewhere is not None
+    assert busy.ahead_s > 0.2 and busy.ttft_s < busy.elsewhere.ttft_s and busy.elsewhere.ahead_s == 0

@@ -76,7 +76,7 @@ def test_who_is_behind_the_objective_itself_leaves_less() -> None:
     pace = paces.tightest(DECODE_S, 10, BEHIND_TARGET)
     assert pace is not None
     assert pace.slack_s == pytest.approx(PACE_TARGET - BEHIND_TARGET)
-    assert pace.reserve_s == pytest.approx(0.0)
+    assert pace.spare_s(DECODE_S) == pytest.approx(0.1 * BEHIND_TARGET - DECODE_S)
     pace = paces.tightest(DECODE_S, 10, BEHIND_TARGET + 0.08)
     assert pace is not None
-    assert pace.reserve_s == pytest.approx(-0.08)
+    assert pace.spare_s(DECODE_S) == pytest.approx(0.1 * BEHIND_TARGET - DECODE_S - 0.08 / SPREAD)

@@ -44,10 +44,12 @@ TARGET = 0.9
 """Share of the objective; the rest is for time outside of steps, such as the hand-off and the way to the client."""
 SPREAD = 8
 """Steps over which slack is used up."""
-MAX_SHARE, BEHIND_TARGET = 0.75, 0.95
-"""Share of the time for steps without prompts: otherwise a sequence behind its schedule would admit no prompt. But an objective
-that can still be met comes first: what a sequence is behind BEHIND_TARGET of it is made up for within SPREAD steps. Of the
-objective itself half of the sequences would be behind at their ends."""
+MAX_SHARE = 0.75
+"""Share of the time for steps without prompts: otherwise a sequence behind its schedule would admit no prompt."""
+BEHIND_TARGET = 0.95
+"""But an objective that can still be met comes first: what a sequence is behind this share of it is made up for within SPREAD
+steps. With all of it half of the sequences would miss it. Where steps without prompts take more than that share leaves for
+prompts, it is half way from what they take to the objective: prompts go on."""
 LEAST_TOKENS = 8
 """Prompt tokens of a step that has any; of SPREAD steps one has them, whatever the objectives."""
 PRIOR_STEPS = 8
@@ -70,17 +72,25 @@ class StepCost(NamedTuple):
 
 class Pace(NamedTuple):
     """Hold the tightest schedule: a token every `pace_s`, and `slack_s` of time ahead of it (negative: behind). `tokens_per_step`
-    of the sequence so far, accepted draft tokens included. `reserve_s`: time ahead of BEHIND_TARGET of the objective."""
+    of the sequence so far, accepted draft tokens included. `scheduled_s`: the paces of all its tokens."""
 
     pace_s: float
     slack_s: float
     tokens_per_step: float = 1.0
-    reserve_s: float = 0.0
+    scheduled_s: float = 0.0
 
     @property
     def step_s(self) -> float:
         """Return the longest time that the next step may take."""
         return self.pace_s + self.slack_s / SPREAD
+
+    def spare_s(self, decode_s: float) -> float:
+        """Return the time for prompts in the next step after which the sequence still keeps its objective; below 0: none.
+        `decode_s`: a step without prompts."""
+        goal_s = self.tokens_per_step * self.pace_s / TARGET
+        share = max(BEHIND_TARGET, (1 + decode_s / goal_s) / 2)
+        reserve_s = self.slack_s + (share / TARGET - 1) * self.scheduled_s
+        return share * goal_s + min(0.0, reserve_s) / SPREAD - decode_s
 
 
 class TpotLimiter:
@@ -129,8 +139,7 @@ class TpotLimiter:
         if cost is None or pace is None:
             return None
         decode_s = self._decode_s(decoding) + cost.per_sequence_s * num_guessed
-        spare_s = pace.tokens_per_step * pace.pace_s * BEHIND_TARGET / TARGET + min(0.0, pace.reserve_s) / SPREAD - decode_s
-        least_s = min(decode_s * (1 - MAX_SHARE) / MAX_SHARE, spare_s)
+        least_s = min(decode_s * (1 - MAX_SHARE) / MAX_SHARE, pace.spare_s(decode_s))
         return self._worth_a_pass(next_prompt, _fitting(cost, next_prompt, max(least_s, pace.step_s - decode_s)))
 
     def _worth_a_pass(self, prompt: Sequence, num_fitting: int) -> int:
@@ -169,7 +178,7 @@ def _pace(sequence: Sequence, now_ns: int) -> Pace:
     spent_s = (now_ns - sequence.paced_from_ns) / 1e9
     num_tokens = len(sequence.output) - sequence.paced_from_token
     slack_s = pace_s * num_tokens - spent_s
-    return Pace(pace_s, slack_s, _tokens_per_step(sequence), slack_s + (BEHIND_TARGET / TARGET - 1) * pace_s * num_tokens)
+    return Pace(pace_s, slack_s, _tokens_per_step(sequence), pace_s * num_tokens)
 
 
 def _tokens_per_step(sequence: Sequence) -> float:

@@ -36,9 +36,9 @@ def learn(outlook: SimulatedRouting, stay: Stay) -> None:
     predicted = None if chosen is None else chosen.prediction
     if predicted is not None:
         plain_s, seen_s = predicted.plain_ttft_s, request.first_at - stay.decided_at
-        outlook.overheads.observe_ttft(placement.prefill, placement.decode, plain_s, seen_s)
+        outlook.overheads.observe_ttft(placement.prefill, placement.decode, plain_s, seen_s, request.last_at or 0.0)
     if tpot_s and predicted is not None:
-        outlook.overheads.observe_tpot(placement.decode, predicted.steps_tpot_s, tpot_s)
+        outlook.overheads.observe_tpot(placement.decode, predicted.steps_tpot_s, tpot_s, request.last_at or 0.0)
     on_worker_s = stay.brought_s + stay.computed_at - stay.entered_at
     before_s = max(0.0, request.first_at - stay.decided_at - on_worker_s)
     outlook.overheads.observe(placement.prefill, placement.decode, Overhead(before_s, stay.after_s))

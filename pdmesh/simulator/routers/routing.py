@@ -14,7 +14,7 @@ from router.fleet.worker import Dispatched, counted
 from router.flow_control.slo_admission import Forecast
 from router.kv_index.block_map import BlockMap, WorkerSlots
 from router.kv_index.index import IN_FLIGHT_S, NO_TOKENS, Part, PrefixMemory, PromptTokens, together
-from router.routing.filters import NoPlacement, PeerTiers, Placement, RoutingRequest, peer_tiers
+from router.routing.filters import NoPlacement, PeerTiers, Placement, RoutingRequest, free_elsewhere, peer_tiers
 from router.routing.fleet_snapshot import FleetSnapshot
 from router.routing.learned import OutputLengths, Overheads
 from router.routing.policy import make_policy
@@ -330,7 +330,7 @@ class SimulatedRouting:
 
     def forecast(self, request: Request, now: float) -> Forecast | None:
         """Return admission's forecast, as router/flow_control/ttft_predictor.py computes it."""
-        choice = self.choose(request, now).choice
+        asked, choice = self.choose(request, now)
         if isinstance(choice, NoPlacement):
             return None
         best = choice.chosen
@@ -339,7 +339,7 @@ class SimulatedRouting:
         predicted, goal_s = best.prediction, request.tpot_goal_s
         slow = goal_s is not None and predicted.tpot_s > goal_s
         idle_tpot_s = self._idle_tpot_s(request.num_tokens, now) if slow else None
-        elsewhere = choice.free_elsewhere
+        elsewhere = free_elsewhere(choice, asked)
         return Forecast(predicted.ttft_s, predicted.tpot_s, best.has_room, predicted.ahead_s, idle_tpot_s, elsewhere)
 
     def cached_tokens(self, request: Request, worker: WorkerKey, now: float) -> int:

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pdmesh.planning.latency_model import (
-    BEHIND_TARGET,
     FORGIVEN,
     LEAST_TOKENS,
     MAX_SHARE,
     PACE_TARGET,
     SPREAD,
     LatencyModel,
+    behind_target,
     prefill_context,
 )
 from pdmesh.simulator.workers.kv_room import Sequence
@@ -190,17 +190,24 @@ ROUNDING_S = 1e-9
 
 
 class Pace(NamedTuple):
-    """Hold the budget of the tightest row: a token every `pace_s`, ahead of that by `slack_s` (behind: below zero), of
-    BEHIND_TARGET of its objective by `reserve_s`."""
+    """Hold the budget of the tightest row: a token every `pace_s`, ahead of that by `slack_s` (behind: below zero);
+    `scheduled_s`: the paces of all its tokens."""
 
     pace_s: float
     slack_s: float
-    reserve_s: float
+    scheduled_s: float
 
     @property
     def step_s(self) -> float:
         """Return how long the next step may take."""
         return self.pace_s + self.slack_s / SPREAD
+
+    def spare_s(self, decode_s: float) -> float:
+        """Return the time for prompts in the next step after which the row still keeps its objective; below 0: none."""
+        goal_s = self.pace_s / PACE_TARGET
+        share = behind_target(decode_s / goal_s)
+        reserve_s = self.slack_s + (share / PACE_TARGET - 1) * self.scheduled_s
+        return share * goal_s + min(0.0, reserve_s) / SPREAD - decode_s
 
 
 class Paces:
@@ -244,8 +251,7 @@ class Paces:
         pace = self.tightest(decode_s, step, now)
         if pace is None:
             return None
-        spare_s = pace.pace_s * BEHIND_TARGET / PACE_TARGET + min(0.0, pace.reserve_s) / SPREAD - decode_s
-        least_s = min(decode_s * (1 - MAX_SHARE) / MAX_SHARE, spare_s)
+        least_s = min(decode_s * (1 - MAX_SHARE) / MAX_SHARE, pace.spare_s(decode_s))
         return self._worth_a_pass(prompt, _fitting(speed, prompt, max(least_s, pace.step_s - decode_s)))
 
     def _worth_a_pass(self, prompt: Sequence, num_fitting: int) -> int:
@@ -261,7 +267,7 @@ class Paces:
         """Return the budget of the row with this objective that is ahead by least."""
         pace_s, slack_s = PACE_TARGET * goal_s, self._slack_s(goal_s, step, now)
         num_tokens = step - self._keys[goal_s][0][2].pace_step
-        return Pace(pace_s, slack_s, slack_s + (BEHIND_TARGET / PACE_TARGET - 1) * pace_s * num_tokens)
+        return Pace(pace_s, slack_s, pace_s * num_tokens)
 
     def _slack_s(self, goal_s: float, step: int, now: float) -> float:
         """Return the least slack of this objective, whose row is the first of its heap then."""
