@@ -238,7 +238,7 @@ async def test_trainers_call_it_by_the_names_that_they_know(mesh: LocalMesh, fol
             await posted(path)
             (cut,) = (await asking)["choices"]
             assert cut["finish_reason"] == "abort"
-            assert whole["text"].startswith(cut["text"])
+            assert whole["text"].startswith(cut["text"].rstrip("\ufffd"))  # it may end within a character
             await posted(resume)
         updated = await posted("/update_weights_from_disk", {"model_path": str(folders[1]), "abort_all_requests": True})
         assert updated["success"], updated
