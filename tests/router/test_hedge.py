@@ -98,11 +98,8 @@ def test_a_longer_prompt_is_never_expected_sooner_for_its_length_alone(seen: lis
 def test_a_prompt_is_late_by_what_was_predicted_of_measured_workers(
     speed: LatencyModel | None, predicted: bool, expected_s: float | None
 ) -> None:
-    prefill, decode, prediction = (
-        worker("p0", latency=speed),
-        worker("d0"),
-        Prediction(0.4, 0.01, 0.0, 0.1, 0.0, 0.0, plain_ttft_s=0.2),
-    )
+    prefill, decode = worker("p0", latency=speed), worker("d0")
+    prediction = Prediction(0.4, 0.01, 0.0, 0.1, 0.0, 0.0, plain_ttft_s=0.2)
     local = Candidate(decode, None, 2.0, True, prediction._replace(ttft_s=0.9))
     remote = Candidate(decode, prefill, 1.0, True, prediction)
     assert predicted_s(Placement(decode, prefill, "", [local, remote] if predicted else [])) == expected_s
