@@ -25,7 +25,7 @@ from pdmesh.engine.scheduler.sequence import Phase, Sequence, SequenceGroup
 from pdmesh.engine.speculation.draft import Draft
 from pdmesh.planning import latency_model
 from pdmesh.sampling_params import SamplingParams
-from pdmesh.simulator.workers import batch as simulated_batch
+from pdmesh.simulator.workers import batch
 from tests.support.mock_engine import hash_block
 
 COST = StepCost(
@@ -282,7 +282,7 @@ def test_router_autoscaler_and_simulator_think_of_the_same_pace() -> None:
 @pytest.mark.parametrize("slack_s", [0.1, -0.02, -1.0])
 @pytest.mark.parametrize("decode_s", [0.01, 0.04, 0.0485])
 def test_the_simulator_leaves_prompts_as_much_of_a_step(decode_s: float, slack_s: float) -> None:
-    engine, simulated = Pace(TARGET * GOAL_S, slack_s, 1.0, 2.0), simulated_batch.Pace(TARGET * GOAL_S, slack_s, 2.0)
+    engine, simulated = Pace(TARGET * GOAL_S, slack_s, 1.0, 2.0), batch.Pace(TARGET * GOAL_S, slack_s, 2.0)
     assert engine.spare_s(decode_s) == pytest.approx(simulated.spare_s(decode_s))
     assert engine.step_s == simulated.step_s
 
