@@ -104,8 +104,8 @@ class Parts:
             "curve": lambda: safety.cost_figures(self.bench),
             "forced": lambda: forced.forced_figures(self.bench, self._forced_prompts, self.rounds(3)),
             "gain": lambda: gain.gain_figures(self.bench, self.workloads, self.guesses),
-            "safety": lambda: safety.safety_figures(self.bench, self.workloads, self.rounds(2)),
-            "arriving": lambda: safety.arriving_figures(self.bench, self.workloads["mixed"], self.rounds(2)),
+            "safety": lambda: safety.safety_figures(self.bench, self.workloads, self.rounds(5)),
+            "arriving": lambda: safety.arriving_figures(self.bench, self.workloads["mixed"], self.rounds(5)),
             "threshold": lambda: safety.threshold_figures(self.bench, self.workloads["mixed"], self.rounds(3)),
             "study": lambda: gain.study_figures(self.bench, self.workloads, gain.guesses_to_study(self.guesses)),
         }

@@ -149,16 +149,22 @@ class Answering:
 
 
 class Arriving(Answering):
-    """About `batch` tasks at a time: another one arrives whenever so many more tokens were drawn that it is due, whether or not
-    others have ended. Tokens are the clock, so that engines of any speed meet the same prompts beside the same outputs."""
+    """About `batch` tasks at a time: another one arrives whenever as many tokens were drawn as a task may have, whether or not
+    one has ended. Tokens are the clock, so that engines of any speed meet the same prompts beside the same outputs. The first are
+    there at once, cut as those of `Refilled`.
+
+    What is timed ends when the last task arrives. Behind that fewer and fewer sequences are left, for as many steps as the
+    slowest of them has tokens, however many of the others' are drafted; in service others would have come by then."""
 
     def __init__(self, engine: Engine, tasks: Sequence[Task], batch: int) -> None:
-        self._batch = batch
-        self._apart = sum(task.params.max_tokens for task in tasks) / len(tasks) / batch
+        self._num_first = -(-batch * 7 // 8)  # a few more may be there for a while
+        self._apart = sum(task.params.max_tokens for task in tasks) / len(tasks)
+        self._until: tuple[float, int] | None = None  # seconds and tokens when the last task arrived
         super().__init__(engine, tasks)
 
     def _begin(self) -> None:
-        """Nobody is there before the first step."""
+        for task in staggered(self.tasks[: self._num_first]):
+            self._add(task)
 
     @property
     def is_over(self) -> bool:
@@ -166,22 +172,29 @@ class Arriving(Answering):
 
     def step(self) -> None:
         while len(self.outputs) < len(self.tasks) and self._is_due(len(self.outputs)):
+            self._until = (self.total_s, num_drawn(self.outputs))
             self._add(self.tasks[len(self.outputs)])
         super().step()
 
     def answered(self) -> Answered:
-        """Prompts are computed all the time: what is timed is everything."""
+        """Prompts are computed all the time: what is timed is everything until then."""
         self.engine.check_integrity()
-        return Answered(self.outputs, self.total_s, self.total_s, num_drawn(self.outputs))
+        assert self._until is not None, "tasks: no more than there are at once"
+        until_s, num_tokens = self._until
+        return Answered(self.outputs, self.total_s, until_s, num_tokens)
 
     def _is_due(self, number: int) -> bool:
-        """The first half of a batch at once; then one by one. An engine that has nothing to do is given the next."""
-        return num_drawn(self.outputs) / self._apart >= number - self._batch // 2 or not self.engine.has_work
+        """Return whether a task arrives now. An engine that has nothing to do is given the next."""
+        return num_drawn(self.outputs) / self._apart >= number - self._num_first + 1 or not self.engine.has_work
 
 
 class Refilled(Answering):
     """`batch` tasks at a time: where one ends the next begins, as in service. What is timed are the steps of full batches, from
-    the first in which all have their first token to that which leaves no task to begin."""
+    the first in which all have their first token to that which leaves no task to begin.
+
+    The first ones are cut to lengths from a `batch`-th of a task's to all of it, so that they end one after the other whether or
+    not tasks are of one length. Otherwise engines without drafts would begin all of the next at once, behind what is timed, and
+    those with drafts one by one within it."""
 
     def __init__(self, engine: Engine, tasks: Sequence[Task], batch: int) -> None:
         """Prompts should be in the prefix cache: they count as steps, too."""
@@ -190,7 +203,7 @@ class Refilled(Answering):
         super().__init__(engine, tasks)
 
     def _begin(self) -> None:
-        for task in self.tasks[: self._batch]:
+        for task in staggered(self.tasks[: self._batch]):
             self._add(task)
 
     def step(self) -> None:
@@ -205,6 +218,11 @@ class Refilled(Answering):
             return plain
         until_s, num_tokens = self._full
         return Answered(self.outputs, self.total_s, until_s - self._before_s, num_tokens - self._num_before)
+
+
+def staggered(tasks: Sequence[Task]) -> list[Task]:
+    """The n-th cut to n parts of its answer, of as many parts as there are tasks."""
+    return [task.shorter(max(2, task.params.max_tokens * number // len(tasks))) for number, task in enumerate(tasks, start=1)]
 
 
 def answer(engine: Engine, tasks: Sequence[Task]) -> Answered:

@@ -48,6 +48,12 @@ class Turns:
         """The same ratio of the outer ones to each other."""
         return typical(self.before) / typical(self.after)
 
+    @property
+    def ratios(self) -> list[float]:
+        """Of the turns one by one, ascending."""
+        rounds = zip(*(zip(*runs, strict=True) for runs in (self.before, self.between, self.after)), strict=True)
+        return sorted((sum(before) + sum(after)) / 2 / sum(between) for before, between, after in rounds)
+
 
 def take_turns(
     outer: tuple[Engine, Engine], inner: Engine, groups: Sequence[Sequence[Task]], rounds: int, begin: Begin = Answering
@@ -171,8 +177,8 @@ NUM_TASKS: Mapping[int, int] = {1: 8, 4: 32, 16: 48, 32: 64}
 """By batch."""
 NUM_TOKENS = 64
 """Of an answer at most."""
-LONGEST_ARRIVING = 200
-"""Tokens of a prompt."""
+LONGEST_ARRIVING, ARRIVING_TASKS = 200, 3
+"""Tokens of a prompt; and tasks, so many times as many as there are at a time."""
 GOAL = 0.98
 
 
@@ -193,15 +199,20 @@ def arriving_figures(bench: Bench, tasks: Sequence[Task], rounds: int) -> Iterat
     """Prompts come, and are computed, beside sequences that decode."""
     on = bench.guessing("auto", prefix_caching=False)
     off = (bench.engine(prefix_caching=False), bench.engine(prefix_caching=False))
-    short = [task.shorter(NUM_TOKENS) for task in tasks if len(task.prompt) <= LONGEST_ARRIVING]
+    some = [task.shorter(NUM_TOKENS) for task in tasks if len(task.prompt) <= LONGEST_ARRIVING]
+    lengths = [len(answer(off[0], [task]).outputs[0].token_ids) for task in some]
+    short = [task.shorter(length) for task, length in zip(some, lengths, strict=True) if length > 1]
     for batch in BATCHES:
-        found = take_turns(off, on, [as_many(short, max(8, batch))], rounds, partial(Arriving, batch=batch))
+        found = take_turns(off, on, [as_many(short, max(8, ARRIVING_TASKS * batch))], rounds, partial(Arriving, batch=batch))
         yield from _figures(f"prompts arriving, about {batch} at a time", found)
 
 
 def _figures(name: str, turns: Turns) -> list[Figure]:
-    say(f"{name}: {turns.ratio:.3f} (none to itself: {turns.noise:.3f})")
+    ratios = turns.ratios
+    say(f"{name}: {turns.ratio:.3f}, {ratios[0]:.3f} to {ratios[-1]:.3f} (none to itself: {turns.noise:.3f})")
     return [
         Figure(f"{name}: on / off", round(turns.ratio, 3), "x", "higher", GOAL),
+        Figure(f"{name}: on / off, least of {len(ratios)} turns", round(ratios[0], 3), "x", "higher"),
+        Figure(f"{name}: on / off, greatest of {len(ratios)} turns", round(ratios[-1], 3), "x", "higher"),
         Figure(f"{name}: off / off, what is noise", round(turns.noise, 3), "x", "higher"),
     ]

@@ -340,7 +340,7 @@ class Engine:
             result = self._postprocess.postprocess(step.plan, step.draws, step.started_ns, self.exports.end())
             num_prompt_tokens = self._counters.num_prefilled_tokens - num_prefilled
         if self.speculator is not None:
-            self.speculator.learn(step.plan, step.draws, step.compute_ns, num_prompt_tokens)
+            self.speculator.learn(step.plan, step.draws, step.started_ns, step.compute_ns, num_prompt_tokens)
         with self._lock:
             self._scheduler.in_step = frozenset()
         return result
@@ -361,7 +361,7 @@ class Engine:
             arrangement=self.kv_arrangement,
             others=self.ranks_with_pools,
             adapter_slots=self.adapters.slots,
-            has_speculator=self.speculator is not None,
+            reads_plain_draws=self.speculator is not None and self.speculator.reads_plain_draws,
             pooler=None if self._final_norm is None else Pooler(self._final_norm, hidden_size),
             weights_hash=loaded.weights_hash,
         )
@@ -462,19 +462,21 @@ class Engine:
 
     def _drafts(self, running: list[EngineSequence], *, has_waiting: bool) -> Mapping[EngineSequence, Draft]:
         assert self.speculator is not None, "without one there are no drafts"
-        with self._lock:
-            handed_over, self._handed_over = self._handed_over, []
-        for sequence, hidden in handed_over:
-            if sequence in running:
-                self.speculator.take_over(sequence, hidden)
-        has_prompts = has_waiting or not all(sequence.is_going_on for sequence in running)
-        return self.speculator.draft(running, has_prompts=has_prompts)
+        if self._handed_over:
+            with self._lock:
+                handed_over, self._handed_over = self._handed_over, []
+            for sequence, hidden in handed_over:
+                if sequence in running:
+                    self.speculator.take_over(sequence, hidden)
+        return self.speculator.draft(running, has_waiting=has_waiting)
 
     def _wants_hidden(self, plan: SchedulerOutput) -> bool:
         """Return whether the hidden states are needed, by a draft proposer or for a hand-off."""
         if self.speculator is None:
             return False
-        return self.speculator.wants_hidden_now or any(piece.sequence.group.request.prefill_only for piece in plan.pieces)
+        if self.speculator.wants_hidden_now or plan.num_repeats:  # a prefill_only request has only one step that draws
+            return self.speculator.wants_hidden_now
+        return any(piece.sequence.group.request.prefill_only for piece in plan.pieces)
 
     def _limits(self) -> Limits:
         return Limits(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.spec.forced import Scripted, expected, right_run, timed
 from benchmarks.spec.gain import Row, kept_by_depth, likeness, tasks_of
-from benchmarks.spec.runs import Answering, Arriving, Output, Task, answer, as_many, counts, groups, guessed, together
+from benchmarks.spec.runs import Answering, Arriving, Output, Task, answer, as_many, counts, groups, guessed, staggered, together
 from benchmarks.spec.safety import Turns, rates, take_turns, typical
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.speculation.ngrams.lookahead import Lookahead
@@ -77,16 +77,23 @@ class TestForced:
 class TestRuns:
     def test_arriving_tasks_are_answered_the_same(self) -> None:
         alone = [answer(make_engine(), [task]).outputs[0] for task in TASKS]
-        for batch in (1, 2, 4):
-            assert arriving(make_engine(), batch) == alone
+        assert arriving(make_engine(), 1) == alone
+        for batch in (2, 4):
+            found = arriving(make_engine(), batch)
+            assert found == [output.first(len(each.token_ids)) for each, output in zip(found, alone, strict=True)]
+            assert found[batch:] == alone[batch:], "only the first are cut"
 
     def test_tasks_arrive_beside_others_but_not_all_at_once(self) -> None:
         steps = {}
-        for batch in (1, 2, 5):
+        for batch in (1, 2, 4):
             engine = make_engine()
             arriving(engine, batch)
             steps[batch] = engine.stats().num_steps
-        assert steps[1] > steps[2] > steps[5]
+        assert steps[1] > steps[2] > steps[4]
+
+    def test_the_first_tasks_end_one_after_the_other(self) -> None:
+        lengths = [task.params.max_tokens for task in staggered([TASKS[0].shorter(8)] * 4)]
+        assert lengths == [2, 4, 6, 8]
 
     def test_scripts_follow_their_tasks_through_batches(self) -> None:
         script = answers(make_engine(), TASKS, 5)
@@ -117,6 +124,10 @@ class TestRuns:
 
 
 class TestTurns:
+    def test_the_ratios_of_the_turns_one_by_one(self) -> None:
+        turns = Turns([[2.0, 3.0], [1.0, 1.0]], [[1.0, 1.0], [1.0, 1.0]], [[2.0, 3.0], [1.0, 1.0]])
+        assert turns.ratios == [1.5, 2.0]
+
     def test_runs_that_were_held_up_do_not_count(self) -> None:
         assert typical([[9.0, 1.0, 8.0, 1.2], [2.0]]) == pytest.approx(3.1)
 

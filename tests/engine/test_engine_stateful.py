@@ -78,9 +78,13 @@ def stop_clocks(engine: Engine) -> None:
         speculator._clock_ns = lambda: 0
 
         def timeless(
-            plan: SchedulerOutput, draws: Mapping[Sequence, list[SampledOutput]], step_ns: int, num_prompt_tokens: int
+            plan: SchedulerOutput,
+            draws: Mapping[Sequence, list[SampledOutput]],
+            started_ns: int,
+            step_ns: int,
+            num_prompt_tokens: int,
         ) -> None:
-            learn(plan, draws, 1_000_000, num_prompt_tokens)
+            learn(plan, draws, -1_000_000, 1_000_000, num_prompt_tokens)
 
         speculator.learn = timeless  # type: ignore[method-assign]
 

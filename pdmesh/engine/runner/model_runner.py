@@ -74,15 +74,15 @@ class ModelRunner:
         others: OtherPools | None = None,
         adapter_slots: Mapping[AdapterId, int] = MappingProxyType({}),
         pooler: Pooler | None = None,
-        has_speculator: bool = True,
+        reads_plain_draws: bool = True,
         weights_hash: str = "",
     ) -> None:
         """`hidden_size` of the hidden states that each draw returns; None: they are not needed. `arrangement` of the
         pool, see kvtransfer/conversion.py. `others`: pools that have to follow this one. `adapter_slots`: where
         adapters are loaded now, which may change between steps. `pooler`: what makes embeddings; None: no request has pooling.
-        `has_speculator` False: nothing reads `SampledOutput.verified` of steps without drafts. `weights_hash`: the model's."""
+        `reads_plain_draws` False: nothing reads `SampledOutput.verified` of repeated plans. `weights_hash`: the model's."""
         self.versions = WeightVersions(WeightVersion(weights_hash, model, pooler))
-        self._has_speculator = has_speculator
+        self._reads_plain_draws = reads_plain_draws
         self._kept: KeptInput | None = None
         self._adapter_slots = adapter_slots
         self._others = others
@@ -147,7 +147,7 @@ class ModelRunner:
         self._kept = None
 
     def _verified_alone(self, token: SampledToken) -> Verified | None:
-        return Verified(NOTHING, (token.token_id,)) if self._has_speculator else None
+        return Verified(NOTHING, (token.token_id,)) if self._reads_plain_draws else None
 
     def _run_pooling(
         self, version: WeightVersion, pieces: list[ScheduledSequence], batch: StepBatch, signal: LayerReadiness | None

@@ -16,7 +16,7 @@ MEMORY = 400.0  # about as many of the last draft tokens decide, because an engi
 _EVEN = 2.0  # accepted and rejected tokens, as predicted, with which a sequence's own odds begin
 _FADING = 0.96  # about the last 25 draft tokens of a sequence decide
 _TRUST_FADING = 0.992  # about the last 125 verified tokens of a proposer decide
-NEARLY = 0.93
+NEARLY = 0.97
 FORGIVEN = 0.002  # see CalibratedRate
 
 
@@ -101,10 +101,11 @@ class CalibratedRate:
         self._kept = _TRUST_FADING * self._kept + kept
         self._promised = _TRUST_FADING * self._promised + claimed
 
-    def forgive(self) -> None:
+    def forgive(self, num_steps: int) -> None:
+        """Let the factor recover by what so many steps forgive."""
         if self._kept < self._promised:
-            self._kept += FORGIVEN
-            self._promised += FORGIVEN
+            self._kept += num_steps * FORGIVEN
+            self._promised += num_steps * FORGIVEN
 
 
 # The chance that the target draws the token that a draft model drew: with the same noise, from other logits

@@ -6,8 +6,8 @@ slower for a while is slower for all numbers of rows. So a step's time moves the
 was not updated for long, a step bends it at once. A time that is far off is one of three things:
 
     longer once             the step was delayed: ignored
-    longer again and again  while other steps take the expected time: the point is wrong, or attention, if the others have short
-                            contexts. While no other step does: the machine is slower
+    longer again and again  while steps between them take the expected time: the point is wrong, or attention, if the others have
+                            short contexts. While no other step does: the machine is slower
     shorter                 the whole curve was too high, because nothing makes a step shorter. If only the point was too high,
                             steps of other sizes will be longer again and again
 """
@@ -22,14 +22,18 @@ from typing import NamedTuple
 
 LEARNING = 0.02
 """Weight of a step's time in the points beside its number of rows, and twice that in the whole curve."""
+FIRST_LEARNING = 0.5
+"""Weight of the first step in the whole curve, of the second one half of that, and so on: it was measured at another time."""
 STALE_LEARNING = 0.5
 STALE_AFTER = 32
 """Steps after which a kind is stale: it is then learned from few steps, and says nothing about the machine's speed."""
 OUTLIER = 2.0
 """A step is an outlier if it took this many times the expected time, or the inverse part of it."""
 PATIENCE = 3
-"""This many steps of a kind in a row that took much longer are no outliers."""
-WITNESSES = 8
+"""This many steps of a kind in a row that took much longer are no outliers, if one of another kind between them did not."""
+LONG_PATIENCE = 8
+"""Without such a step it may be the machine that is held up, for a tenth of a second: so many are none."""
+WITNESSES = 16
 """How many of the last steps are searched for one of another kind, which shows whether the machine is slower."""
 BEYOND = 1.25
 """A step of this many times the rows of the last point makes another point."""
@@ -51,11 +55,12 @@ class Kind(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """Hold the state of a kind: the number of its last step, and how many of its steps in a row took much longer than
-    expected."""
+    """Hold the state of a kind: the number of its last step, how many of its steps in a row took much longer than expected, and
+    how many times as long the shortest of those took."""
 
     at: int = 0
     num_late: int = 0
+    least_late: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -70,15 +75,23 @@ class History:
     def of(self, kind: Kind) -> Seen:
         return self.seen.get(kind, Seen())
 
-    def after(self, kind: Kind, num_late: int = 0) -> History:
+    def after(self, kind: Kind, num_late: int = 0, least_late: float = 0.0) -> History:
         """Return the history one step later, which was of this kind."""
         number = self.num_steps + 1
-        return History(number, {**self.seen, kind: Seen(number, num_late)}, (*self.latest, (kind, not num_late))[-WITNESSES:])
+        seen = {**self.seen, kind: Seen(number, num_late, least_late)}
+        return History(number, seen, (*self.latest, (kind, not num_late))[-WITNESSES:])
 
     def witness(self, kind: Kind) -> Kind | None:
         """Return the kind of the latest step of another kind, if it took the expected time."""
         other = next(((other, fitted) for other, fitted in reversed(self.latest) if other != kind), None)
         return other[0] if other is not None and other[1] else None
+
+    def is_late_alone(self, kind: Kind) -> bool:
+        """Return whether a step of another kind has taken the expected time since this kind is late."""
+        for num_late, (other, fitted) in enumerate(reversed(self.latest)):
+            if other != kind:
+                return fitted and num_late < self.of(kind).num_late
+        return False
 
 
 @dataclass(frozen=True)
@@ -130,23 +143,30 @@ class CostCurve:
         believed_s = self.step_s(num_rows)
         kind = Kind(min(bisect_left(self.rows, num_rows), len(self.rows) - 1), attention_s > LONG_CONTEXT * believed_s)
         ratio = step_s / (believed_s + attention_s)
-        num_late = self.history.of(kind).num_late + 1 if ratio > OUTLIER else 0
-        if 0 < num_late < PATIENCE:
-            return replace(self, history=self.history.after(kind, num_late))
-        if num_late:
-            curve = self._put_right(kind, num_rows, attention_s, step_s)
-        elif ratio < 1 / OUTLIER:
+        if ratio > OUTLIER:
+            return self._late(kind, num_rows, attention_s, ratio)
+        if ratio < 1 / OUTLIER:
             curve = self._scaled(ratio, attention_s / (believed_s + attention_s))
         else:
             curve = self._bent(kind, num_rows, attention_s, ratio)
         return replace(curve, history=self.history.after(kind))
 
-    def _put_right(self, kind: Kind, num_rows: int, attention_s: float, step_s: float) -> CostCurve:
+    def _late(self, kind: Kind, num_rows: int, attention_s: float, ratio: float) -> CostCurve:
+        """Return the curve after a step that took `ratio` times the expected time: corrected, if enough of its kind did."""
+        seen = self.history.of(kind)
+        num_late, least_late = seen.num_late + 1, min(ratio, seen.least_late or ratio)
+        if num_late < (PATIENCE if self.history.is_late_alone(kind) else LONG_PATIENCE):
+            return replace(self, history=self.history.after(kind, num_late, least_late))
+        curve = self._put_right(kind, num_rows, attention_s, least_late)
+        return replace(curve, history=self.history.after(kind))
+
+    def _put_right(self, kind: Kind, num_rows: int, attention_s: float, ratio: float) -> CostCurve:
         """Correct the part that this kind of step does not share with the latest one that took the expected time."""
         witness, believed_s = self.history.witness(kind), self.step_s(num_rows)
+        whole_s = believed_s + attention_s
         if witness is None:
-            whole_s = believed_s + attention_s
-            return self._scaled(step_s / whole_s, attention_s / whole_s)
+            return self._scaled(ratio, attention_s / whole_s)
+        step_s = ratio * whole_s
         if kind.is_long and not witness.is_long:
             return self._scaled((step_s - believed_s) / attention_s, 1.0)
         return self._moved(kind.point, num_rows, step_s - attention_s - believed_s)
@@ -157,7 +177,8 @@ class CostCurve:
         more_s = (1 - share) * (ratio - 1) * believed_s
         if self.history.num_steps - self.history.of(kind).at > STALE_AFTER:
             return self._moved(kind.point, num_rows, STALE_LEARNING * more_s)
-        return self._scaled(1 + 2 * LEARNING * (ratio - 1), share)._moved(kind.point, num_rows, LEARNING * more_s)
+        of_all = max(2 * LEARNING, FIRST_LEARNING / (1 + self.history.num_steps))
+        return self._scaled(1 + of_all * (ratio - 1), share)._moved(kind.point, num_rows, LEARNING * more_s)
 
     def _scaled(self, factor: float, attention_share: float) -> CostCurve:
         """Scale the curve for a slower or faster machine; or attention, as far as it has a share in the step."""

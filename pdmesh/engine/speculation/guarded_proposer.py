@@ -94,9 +94,9 @@ class GuardedProposer:
             if parent in reached:
                 self._trust.saw(draft.chances[index] / self._factor, index in reached)
 
-    def forgive(self) -> None:
-        """Let the scale of the chances recover, once for each step."""
-        self._trust.forgive()
+    def forgive(self, num_steps: int) -> None:
+        """Let the scale of the chances recover, after so many steps."""
+        self._trust.forgive(num_steps)
 
     def learn(self, lessons: Sequence_[Lesson]) -> None:
         """Pass on the results of the sequences of a step."""

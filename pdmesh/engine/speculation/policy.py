@@ -1,10 +1,11 @@
 """The policy of speculation: it decides which draft tokens the next step verifies. Pure.
 
 A step of n sequences and m draft tokens gives n + Σ c tokens, c being the chance that a draft token is accepted, and takes
-t(n + m). The draft tokens are taken in the order of their chances (a token's chance is never above its parent's, so they
-form trees), and as many as make (n + Σ c) / t the largest; none, where they would not raise it. In other words a draft
-continues until its cumulative chance falls below a threshold: the cost of one more row, in tokens. The threshold is no setting:
-it follows from the other drafts, from the number of sequences in the step, and from the measured curve (`cost_curve.py`).
+t(n + m), and a time that any drafts take, however few (`handling_cost.py`). The draft tokens are taken in the order of their
+chances (a token's chance is never above its parent's, so they form trees), and as many as make (n + Σ c) / t the largest; none,
+where they would not raise it. In other words a draft continues until its cumulative chance falls below a threshold: the cost of
+one more row, in tokens. The threshold is no setting: it follows from the other drafts, from the number of sequences in the step,
+and from the measured curve (`cost_curve.py`).
 
 Prompts in the step take their time with or without drafts, and an accepted token saves a share of a later step, usually one
 without prompts. So t is the time of the decoding sequences alone, plus the time that drafts add to the present step.
@@ -19,17 +20,19 @@ from typing import NamedTuple
 from pdmesh.engine.speculation.cost_curve import OUTLIER, CostCurve
 from pdmesh.engine.speculation.draft import NOTHING, Draft
 
-MARGIN = 0.02
+MARGIN = 0.05
 """Share that speculation must be expected to gain: chances and costs are estimates, and a tie is not worth the risk."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """Describe a step without drafts: the sequences that decode, the prompt tokens beside them, and the time of attention."""
+    """Describe a step without drafts: the sequences that decode, the prompt tokens beside them, and the time of attention.
+    `handling_s`: what a step with drafts takes besides its forward pass (`handling_cost.py`)."""
 
     num_decoding: int
     num_prompt_tokens: int
     attention_s: float
+    handling_s: float = 0.0
 
     @property
     def num_rows(self) -> int:
@@ -41,7 +44,9 @@ class Load:
 
     def drafted_s(self, curve: CostCurve, num_drafted: int) -> float:
         """Return that time plus the time that `num_drafted` draft tokens add, without their attention."""
-        return self.plain_s(curve) + curve.step_s(self.num_rows + num_drafted) - curve.step_s(self.num_rows)
+        if not num_drafted:
+            return self.plain_s(curve)
+        return self.plain_s(curve) + self.handling_s + curve.step_s(self.num_rows + num_drafted) - curve.step_s(self.num_rows)
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,7 @@ def choose(drafts: Sequence[Draft], contexts: Sequence[int], load: Load, curve: 
     """Choose the draft tokens to verify. `contexts`: known tokens of each draft's sequence; `max_tokens`: of all drafts
     together."""
     plain_s = load.plain_s(curve)
-    plain_rate, beside_s = load.num_decoding / plain_s, plain_s - curve.step_s(load.num_rows)
+    plain_rate, beside_s = load.num_decoding / plain_s, plain_s + load.handling_s - curve.step_s(load.num_rows)
     least = threshold(plain_rate, load.num_rows, curve)
     candidates = sorted(
         [
@@ -159,6 +164,11 @@ class ProbeTimer:
         then pause long."""
         self._left = RETRY
 
+    def put_off(self) -> None:
+        """Probe later: what is drafted now would not pay even if it cost nothing."""
+        self._length = min(LONGEST, 2 * self._length)
+        self._left = self._length
+
     def learned(self, ratio: float) -> None:
         """Record that a probe took `ratio` times the expected time."""
         is_confirmed = 1 / CONFIRMED < ratio < CONFIRMED
@@ -208,7 +218,7 @@ class Probing:
         if picked is None and self.wants_draft:
             picked = self._small(drafts, load, curve)
             if picked is None:
-                self._drafted.retry()
+                self._drafted.put_off() if any(drafts) else self._drafted.retry()
         self._is_probe = picked is not None
         return [NOTHING] * len(drafts) if picked is None else picked
 

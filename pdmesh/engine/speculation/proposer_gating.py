@@ -124,7 +124,7 @@ class ProposerRecord:
     def decide(self, gain: float, price: float) -> None:
         """Record a call that is made in any case, to learn; another follows at once only where that pays: `gain` times the tokens
         per second without it. `price` of a call, in steps."""
-        self._is_paying = gain >= (1.0 if self._is_paying else 1.0 + MARGIN)
+        self._is_paying = gain >= 1.0 + (MARGIN / 4 if self._is_paying else MARGIN)
         if self._is_paying:
             self._pause = FIRST_PAUSE
             return

@@ -10,7 +10,7 @@ Every proposer runs inside a GuardedProposer. Probes now and then try choices th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -25,6 +25,7 @@ from pdmesh.engine.scheduler.sequence import Sequence
 from pdmesh.engine.speculation.cost_curve import CostCurve
 from pdmesh.engine.speculation.draft import NOTHING, Draft, Verified
 from pdmesh.engine.speculation.guarded_proposer import GuardedProposer
+from pdmesh.engine.speculation.handling_cost import HandlingCost, StepSort
 from pdmesh.engine.speculation.policy import Choice, Load, Probing, Step, choose, fixed, may_pay
 from pdmesh.engine.speculation.proposer import Ask, Proposer, promise
 from pdmesh.engine.speculation.proposer_gating import ProposerGate
@@ -39,8 +40,9 @@ LOOKING = 0.004
 """Where calling proposers gains less than it costs, none is called for one step, then for two, up to LONGEST_REST steps: a call
 costs hundredths of a small model's step. Where it costs more, pauses grow until calls take the share LOOKING of the time.
 Proposers learn from the tokens of those steps in their next call."""
-LOOK_EVERY = 4
-"""One in this many similar steps corrects the curve."""
+LOOK_EVERY, LOOK_EVERY_DRAFTED = 16, 4
+"""One in this many steps corrects the curve, of similar ones without drafts and of those with drafts or behind one: a correction
+takes a hundredth of a small model's step."""
 NUM_FIRST = 128
 """Each of the first steps, up to this number, corrects the curve."""
 
@@ -116,6 +118,11 @@ class Speculator:
         self._num_prompt_tokens = 0  # prompt tokens of the previous step: the next step is planned after its drafts
         self._rest = Rest(longest=0 if bounds.fixed_length else LONGEST_REST)
         self._num_plain = self._num_seen = 0
+        self._handling = HandlingCost()
+        self._drafting_ns = 0  # of this step
+        self._num_unforgiven = 0  # steps since proposers were forgiven
+        self.reads_plain_draws = bool(self._gated) or any(proposer.learns for proposer in self._free)
+        """Whether some proposer learns from the draws of steps without drafts."""
 
     @property
     def wants_hidden(self) -> bool:
@@ -129,8 +136,9 @@ class Speculator:
             gate.proposer.wants_hidden and self._may_call_next(gate) for gate in self._gated
         )
 
-    def draft(self, running: Iterable[Sequence], *, has_prompts: bool) -> dict[Sequence, Draft]:
-        """Return the drafts by sequence. `has_prompts`: the step has prompts beside the sequences that decode."""
+    def draft(self, running: Sequence_[Sequence], *, has_waiting: bool) -> dict[Sequence, Draft]:
+        """Return the drafts by sequence. `has_waiting`: prompts wait, besides those among `running`."""
+        self._drafting_ns = 0
         if self._rest.is_on():
             for gate in self._gated:
                 gate.rest()
@@ -138,11 +146,12 @@ class Speculator:
         started_ns = self._clock_ns()
         # The property's arithmetic (is_going_on), without calling it for each sequence.
         decoding = [each for each in running if each.output and each.num_to_restore <= each.num_computed]
+        has_prompts = has_waiting or len(decoding) < len(running)
         if not decoding or (self._may_probe(has_prompts=has_prompts) and self._probing.wants_plain):
             return {}
         load = self._load(decoding, has_prompts=has_prompts)
         chosen = self._choose_from(decoding, load, has_prompts=has_prompts)
-        took_ns = self._clock_ns() - started_ns
+        self._drafting_ns = took_ns = self._clock_ns() - started_ns
         plain_s = load.plain_s(self.curve)
         probing_ns = sum([gate.take_probing_ns() for gate in self._gated])
         self._rest.saw(chosen.gain, (took_ns - probing_ns) / 1e9 / plain_s)
@@ -150,11 +159,31 @@ class Speculator:
         return chosen.drafts
 
     def learn(
-        self, plan: SchedulerOutput, draws: Mapping[Sequence, list[SampledOutput]], step_ns: int, num_prompt_tokens: int
+        self,
+        plan: SchedulerOutput,
+        draws: Mapping[Sequence, list[SampledOutput]],
+        started_ns: int,
+        step_ns: int,
+        num_prompt_tokens: int,
     ) -> None:
-        """Learn from a step, after the sequences have taken their tokens. `step_ns`: the time of the plan's computation;
-        `num_prompt_tokens`: how many of its tokens were no new output."""
+        """Learn from a step, after the sequences have taken their tokens. `started_ns`: when it began, before its drafts;
+        `step_ns`: the time of the plan's computation; `num_prompt_tokens`: how many of its tokens were no new output."""
         self._num_prompt_tokens = num_prompt_tokens
+        self._num_unforgiven += 1
+        if plan.num_repeats and not self.reads_plain_draws:  # a repeated plan has no drafts and no prompts
+            self.tally.stepped(plan.num_tokens, ())
+            if self._is_one_of_many():
+                return
+            num_drafted = 0
+        else:
+            num_drafted = self._learn_draws(plan, draws, step_ns)
+        for proposer in self._free:
+            proposer.forgive(self._num_unforgiven)
+        self._num_unforgiven = 0
+        self._correct_curve(plan, step_ns / 1e9, num_drafted, lambda: self._handled_s(started_ns + step_ns))
+
+    def _learn_draws(self, plan: SchedulerOutput, draws: Mapping[Sequence, list[SampledOutput]], step_ns: int) -> int:
+        """Let proposers learn from the draws; return how many draft tokens the step had."""
         lessons = [
             (piece.sequence, draw.verified, draw.hidden)
             for piece in plan.pieces
@@ -171,9 +200,11 @@ class Speculator:
             gate.learn(draws)
             if gate.proposer.learns and gate.proposer.is_open and self._may_call_next(gate):
                 gate.proposer.learn(lessons)
-        for proposer in self._free:
-            proposer.forgive()
-        self._correct_curve(plan, step_ns / 1e9)
+        return num_drafted
+
+    def _handled_s(self, since_ns: int) -> float:
+        """Return the seconds since then, less those of drafting."""
+        return (self._clock_ns() - since_ns - self._drafting_ns) / 1e9
 
     def _may_call_next(self, gate: ProposerGate) -> bool:
         if self._bounds.fixed_length:
@@ -241,8 +272,11 @@ class Speculator:
 
     def _load(self, decoding: list[Sequence], *, has_prompts: bool) -> Load:
         context = sum([sequence.num_tokens for sequence in decoding])
-        num_prompt_tokens = self._num_prompt_tokens if has_prompts else 0
-        return Load(len(decoding), num_prompt_tokens, self.curve.context_s * context)
+        num_prompt_tokens, num_decoding = self._num_prompt_tokens if has_prompts else 0, len(decoding)
+        attention_s = self.curve.context_s * context
+        plain_s = self.curve.step_s(num_decoding) + attention_s
+        handling_s = self._handling.of_drafting(num_decoding, plain_s, has_prompts=has_prompts)
+        return Load(num_decoding, num_prompt_tokens, attention_s, handling_s)
 
     def _propose(self, asks: list[Ask], load: Load, *, at_any_price: bool) -> list[Draft]:
         """Return the best draft of each sequence."""
@@ -267,30 +301,43 @@ class Speculator:
             drafts, [ask.sequence.num_tokens for ask in asks], load, self.curve, max(0, self._bounds.max_tokens - num_known)
         )
 
-    def _correct_curve(self, plan: SchedulerOutput, step_s: float) -> None:
+    def _correct_curve(self, plan: SchedulerOutput, step_s: float, num_drafted: int, handled_s: Callable[[], float]) -> None:
         """Correct the curve by a step without prompts; steps with prompts compute more than the curve describes. Only a part of
-        the steps is used: there are thousands, and each correction takes as long as drafting."""
-        if not plan.pieces or self._num_prompt_tokens:
+        the steps is used: there are thousands, and each correction takes as long as drafting. `handled_s`: the time of the step
+        besides computing and drafting."""
+        if not plan.num_tokens or self._num_prompt_tokens:
             self._probing.saw(None)
+            self._handling.passed(has_drafts=bool(num_drafted))
             return
-        num_drafted = sum([len(piece.draft) for piece in plan.pieces])
-        if not num_drafted and not self._probing.wants_plain:
-            self._num_plain += 1
-            if self._num_plain < LOOK_EVERY and self._num_seen > NUM_FIRST:
+        if not plan.num_repeats or self.reads_plain_draws:
+            is_plain = self._handling.sort_of_next(has_drafts=bool(num_drafted)) is StepSort.PLAIN
+            if is_plain and self._is_one_of_many():
                 return
         num_alike, self._num_plain = max(1, self._num_plain), 0
-        self._correct_by_step(plan, step_s, num_drafted, num_alike)
+        self._correct_by_step(plan, step_s, num_drafted, num_alike, handled_s)
 
-    def _correct_by_step(self, plan: SchedulerOutput, step_s: float, num_drafted: int, num_alike: int) -> None:
-        curve, num_rows = self.curve, plan.num_tokens
-        context = sum([piece.sequence.num_tokens for piece in plan.pieces])
-        known = sum([(piece.num_tokens - 1) * piece.sequence.num_tokens for piece in plan.pieces if piece.num_tokens > 1])
-        drafted = sum([len(piece.draft) * piece.sequence.num_tokens for piece in plan.pieces]) if num_drafted else 0
+    def _is_one_of_many(self) -> bool:
+        """Return whether a step without drafts, behind another one, corrects nothing. Call it once for each such step."""
+        if self._probing.wants_plain:
+            return False
+        self._num_plain += 1
+        return self._num_plain < LOOK_EVERY and self._num_seen > NUM_FIRST
+
+    def _correct_by_step(
+        self, plan: SchedulerOutput, step_s: float, num_drafted: int, num_alike: int, handled_s: Callable[[], float]
+    ) -> None:
+        curve, num_rows, pieces = self.curve, plan.num_tokens, plan.pieces
+        context = sum([piece.sequence.num_tokens for piece in pieces])
+        known = sum([(piece.num_tokens - 1) * piece.sequence.num_tokens for piece in pieces if piece.num_tokens > 1])
+        drafted = sum([len(piece.draft) * piece.sequence.num_tokens for piece in pieces]) if num_drafted else 0
         plain_attention_s = curve.context_s * context + curve.row_context_s * known
         attention_s = plain_attention_s + curve.row_context_s * drafted
         believed_s = curve.step_s(num_rows) + attention_s
         plain_s = curve.step_s(num_rows - num_drafted) + plain_attention_s
-        is_telling = self._probing.saw(Step(step_s, believed_s, plain_s, bool(num_drafted)), num_alike)
+        is_plain = self._handling.sort_of_next(has_drafts=bool(num_drafted)) is StepSort.PLAIN
+        is_plain_probe = self._probing.wants_plain and not num_drafted
+        is_telling = self._probing.saw(Step(step_s, believed_s, plain_s, bool(num_drafted)), num_alike) or is_plain_probe
         self._num_seen += 1
-        if is_telling or not num_drafted or self._num_seen < NUM_FIRST or not self._num_seen % LOOK_EVERY:
+        if is_telling or is_plain or self._num_seen < NUM_FIRST or not self._num_seen % LOOK_EVERY_DRAFTED:
             self.curve = curve.saw(num_rows, attention_s, step_s)
+        self._handling.saw(len(pieces), step_s - believed_s + handled_s(), plain_s, has_drafts=bool(num_drafted))

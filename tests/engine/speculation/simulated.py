@@ -106,7 +106,8 @@ class Machine:
         return len(self.running) / self._took_s(len(self.running))
 
     def step(self) -> None:
-        drafts = self.speculator.draft(self.running, has_prompts=False)
+        started_ns = self.clock.now_ns
+        drafts = self.speculator.draft(self.running, has_waiting=False)
         plan = SchedulerOutput(_BUDGET)
         for sequence in self.running:
             plan.add(ScheduledSequence(sequence, 1, (), drafts.get(sequence, NOTHING)))
@@ -117,7 +118,7 @@ class Machine:
             self.num_tokens += len(draw.tokens)
         took_s = self._took_s(plan.num_tokens) * self._random.uniform(1 - NOISE, 1 + NOISE)
         self.clock.spend(took_s)
-        self.speculator.learn(plan, draws, round(1e9 * took_s), 0)
+        self.speculator.learn(plan, draws, started_ns, round(1e9 * took_s), 0)
         self.running = [self._begin() if len(each.output) > _LENGTH else each for each in self.running]
 
     def _took_s(self, num_rows: int) -> float:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdmesh.engine.speculation.cost_curve import OUTLIER, PATIENCE, STALE_AFTER, CostCurve, rising
+from pdmesh.engine.speculation.cost_curve import LONG_PATIENCE, OUTLIER, PATIENCE, STALE_AFTER, CostCurve, rising
 
 CURVE = CostCurve((1, 2, 4, 8), (1.0, 1.2, 1.4, 2.0))
 
@@ -60,8 +60,26 @@ def test_a_stall_teaches_nothing() -> None:
 
 
 def test_a_slower_machine_is_believed_in_the_end() -> None:
-    assert saw(CURVE, *[(1, 3.0)] * (PATIENCE - 1)).seconds == CURVE.seconds
-    assert saw(CURVE, *[(1, 3.0)] * PATIENCE).seconds == pytest.approx([3 * seconds for seconds in CURVE.seconds])
+    assert saw(CURVE, *[(1, 3.0)] * (LONG_PATIENCE - 1)).seconds == CURVE.seconds
+    assert saw(CURVE, *[(1, 3.0)] * LONG_PATIENCE).seconds == pytest.approx([3 * seconds for seconds in CURVE.seconds])
+
+
+def test_what_holds_the_machine_up_for_some_steps_bends_nothing() -> None:
+    """Another kind of step took the expected time before, not meanwhile."""
+    held_up = [(1, seconds) for seconds in (12.0, 200.0, 83.0, 18.0)]
+    assert saw(CURVE, (8, 2.0), *held_up).seconds == CURVE.seconds
+
+
+def test_of_late_steps_the_least_late_counts() -> None:
+    late = [(1, 3.0)] * (LONG_PATIENCE - 1)
+    assert saw(CURVE, *late, (1, 300.0)).seconds == pytest.approx([3 * seconds for seconds in CURVE.seconds])
+
+
+def test_the_first_steps_set_the_height() -> None:
+    """It was measured when the machine was faster, perhaps, and has its shape from then."""
+    curve = saw(CURVE, *[(1, 1.7)] * 10)
+    assert curve.step_s(1) == pytest.approx(1.7, rel=0.12)
+    assert curve.step_s(8) / curve.step_s(1) == pytest.approx(2.0, rel=0.1)
 
 
 def test_a_point_measured_too_cheap_is_corrected_alone() -> None:

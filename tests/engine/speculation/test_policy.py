@@ -42,7 +42,7 @@ def test_a_draft_ends_where_its_chance_no_longer_pays() -> None:
 def test_a_gain_within_the_margin_is_left() -> None:
     curve = CostCurve((1, 2), (0.010, 0.0109))
     assert one(chain(0.10), curve).drafts == [NOTHING]
-    assert one(chain(0.13), curve).drafts == [chain(0.13)]
+    assert one(chain(0.16), curve).drafts == [chain(0.16)]
 
 
 def test_the_busier_the_step_the_dearer_a_row() -> None:
@@ -56,7 +56,7 @@ def test_a_prompt_beside_makes_no_guess_worth_more() -> None:
     curve = CostCurve((1, 2, 64), (0.010, 0.012, 0.136))
     for num_prompt_tokens in (0, 30, 60):
         assert one(chain(0.15), curve, num_prompt_tokens=num_prompt_tokens).drafts == [NOTHING]
-        assert one(chain(0.25), curve, num_prompt_tokens=num_prompt_tokens).drafts == [chain(0.25)]
+        assert one(chain(0.27), curve, num_prompt_tokens=num_prompt_tokens).drafts == [chain(0.27)]
 
 
 def test_beside_a_prompt_a_row_costs_what_it_adds() -> None:

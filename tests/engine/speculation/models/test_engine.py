@@ -144,7 +144,7 @@ def test_what_is_rejected_is_written_over(models: Models) -> None:
         if engine.step() is None:
             break
         first = len(passes)
-        engine.speculator.draft(engine._scheduler.running, has_prompts=False)
+        engine.speculator.draft(engine._scheduler.running, has_waiting=False)
         assert not num_steps or all(count <= 2 for count in passes[first : first + 1])
     assert len(passes) > 50
 
