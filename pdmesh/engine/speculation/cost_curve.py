@@ -8,8 +8,8 @@ was not updated for long, a step bends it at once. A time that is far off is one
     longer once             the step was delayed: ignored
     longer again and again  while steps between them take the expected time: the point is wrong, or attention, if the others have
                             short contexts. While no other step does: the machine is slower
-    shorter                 the whole curve was too high, because nothing makes a step shorter. If only the point was too high,
-                            steps of other sizes will be longer again and again
+    shorter                 right behind a step of another kind that took the expected time: this point was too high, and those
+                            of more rows, or attention. Else the whole curve was, because nothing makes a step shorter
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -86,6 +87,10 @@ class History:
         other = next(((other, fitted) for other, fitted in reversed(self.latest) if other != kind), None)
         return other[0] if other is not None and other[1] else None
 
+    def is_behind_another(self, kind: Kind) -> bool:
+        """Return whether the latest step was of another kind, and took the expected time."""
+        return bool(self.latest) and self.latest[-1][0] != kind and self.latest[-1][1]
+
     def is_late_alone(self, kind: Kind) -> bool:
         """Return whether a step of another kind has taken the expected time since this kind is late."""
         for num_late, (other, fitted) in enumerate(reversed(self.latest)):
@@ -145,7 +150,9 @@ class CostCurve:
         ratio = step_s / (believed_s + attention_s)
         if ratio > OUTLIER:
             return self._late(kind, num_rows, attention_s, ratio)
-        if ratio < 1 / OUTLIER:
+        if ratio < 1 / OUTLIER and self.history.is_behind_another(kind):
+            curve = self._put_right(kind, num_rows, attention_s, ratio)
+        elif ratio < 1 / OUTLIER:
             curve = self._scaled(ratio, attention_s / (believed_s + attention_s))
         else:
             curve = self._bent(kind, num_rows, attention_s, ratio)
@@ -157,7 +164,10 @@ class CostCurve:
         num_late, least_late = seen.num_late + 1, min(ratio, seen.least_late or ratio)
         if num_late < (PATIENCE if self.history.is_late_alone(kind) else LONG_PATIENCE):
             return replace(self, history=self.history.after(kind, num_late, least_late))
-        curve = self._put_right(kind, num_rows, attention_s, least_late)
+        if self.history.is_late_alone(kind):
+            curve = self._put_right(kind, num_rows, attention_s, least_late)
+        else:
+            curve = self._scaled(least_late, attention_s / (self.step_s(num_rows) + attention_s))
         return replace(curve, history=self.history.after(kind))
 
     def _put_right(self, kind: Kind, num_rows: int, attention_s: float, ratio: float) -> CostCurve:
@@ -168,8 +178,10 @@ class CostCurve:
             return self._scaled(ratio, attention_s / whole_s)
         step_s = ratio * whole_s
         if kind.is_long and not witness.is_long:
-            return self._scaled((step_s - believed_s) / attention_s, 1.0)
-        return self._moved(kind.point, num_rows, step_s - attention_s - believed_s)
+            return self._scaled(max(LEARNING, (step_s - believed_s) / attention_s), 1.0)
+        if ratio > 1.0:
+            return self._moved(kind.point, num_rows, step_s - attention_s - believed_s)
+        return self._cheaper_from(kind.point, max(LEARNING, (step_s - attention_s) / believed_s))
 
     def _bent(self, kind: Kind, num_rows: int, attention_s: float, ratio: float) -> CostCurve:
         believed_s = self.step_s(num_rows)
@@ -201,6 +213,12 @@ class CostCurve:
             seconds[point] = max(seconds[point] + weight / whole * more_s, LEARNING * seconds[point])
         return replace(self, seconds=rising(seconds, index))
 
+    def _cheaper_from(self, index: int, factor: float) -> CostCurve:
+        """Make a point, and those of more rows, take so many times as long: as those before it at least."""
+        least_s = self.seconds[index - 1] if index else 0.0
+        cheaper = [max(least_s, factor * point_s) for point_s in self.seconds[index:]]
+        return replace(self, seconds=(*self.seconds[:index], *cheaper))
+
     def _reaching(self, num_rows: int) -> CostCurve:
         return replace(self, rows=(*self.rows, num_rows), seconds=(*self.seconds, self.step_s(num_rows)))
 
@@ -212,3 +230,74 @@ def rising(seconds: list[float], at: int) -> tuple[float, ...]:
     for index in range(at + 1, len(seconds)):
         seconds[index] = max(seconds[index], seconds[index - 1])
     return tuple(seconds)
+
+
+# What a step with drafts takes besides its forward pass.
+#
+# Such a step is planned, packed and applied anew, as is the one behind it; otherwise steps of the same sequences keep their plan
+# and their input (`SchedulerOutput.num_repeats`). With a small model that is a tenth of a step, so drafts of one or two tokens
+# rarely pay. It is measured, as time beyond what the cost curve expects, of three sorts of steps:
+#
+#     PLAIN    without drafts, behind another one
+#     DRAFTED  with drafts
+#     BEHIND   without drafts, behind one with drafts
+
+
+FIRST = 0.05
+"""Share of a step without drafts, until steps with drafts were seen."""
+FIRST_WEIGHT, MEMORY = 2.0, 16.0
+"""The assumption counts for so many steps; and about so many of the last steps decide: the first ones touch new memory."""
+MOST = 0.5
+"""Share of a step that counts at most: the machine was busy, or the curve is wrong."""
+
+
+class StepSort(Enum):
+    """Distinguish steps by what is kept from the one before."""
+
+    PLAIN = "plain"
+    DRAFTED = "drafted"
+    BEHIND = "behind"
+
+
+class HandlingCost:
+    """Track means by sort and number of sequences. It belongs to the engine thread."""
+
+    def __init__(self) -> None:
+        self._more_s: dict[tuple[StepSort, int], float] = {}  # by the bits of the number of sequences
+        self._weights: dict[tuple[StepSort, int], float] = {}
+        self._was_drafted = False
+
+    def sort_of_next(self, *, has_drafts: bool) -> StepSort:
+        """Return the sort of the step that follows the last one which `saw` or `passed` recorded."""
+        if has_drafts:
+            return StepSort.DRAFTED
+        return StepSort.BEHIND if self._was_drafted else StepSort.PLAIN
+
+    def passed(self, *, has_drafts: bool) -> None:
+        """Record a step whose time tells nothing."""
+        self._was_drafted = has_drafts
+
+    def saw(self, num_decoding: int, more_s: float, plain_s: float, *, has_drafts: bool) -> None:
+        """Record a step: `more_s` beyond what the curve expects of its forward pass, negative where it took less; `plain_s`: the
+        time of one without drafts."""
+        key = (self.sort_of_next(has_drafts=has_drafts), num_decoding.bit_length())
+        mean_s = self._more_s.get(key, FIRST * plain_s if has_drafts else 0.0)
+        weight = self._weights[key] = min(MEMORY, self._weights.get(key, FIRST_WEIGHT) + 1.0)
+        self._more_s[key] = mean_s + (max(-MOST * plain_s, min(MOST * plain_s, more_s)) - mean_s) / weight
+        self._was_drafted = has_drafts
+
+    def of_drafting(self, num_decoding: int, plain_s: float, *, has_prompts: bool) -> float:
+        """Return how much longer the next step and the one behind it take if the next one has drafts, besides forward passes.
+
+        Behind a step with drafts, the next step has no kept input in any case: drafting again only puts BEHIND's time off. Nor
+        has it any beside prompts (`has_prompts`), and the one behind it has none either."""
+        bits = num_decoding.bit_length()
+        drafted_more_s = self._more_s.get((StepSort.DRAFTED, bits))
+        plain_more_s = self._more_s.get((StepSort.PLAIN, bits), 0.0)  # while all steps have drafts there is none
+        if drafted_more_s is None:
+            return FIRST * plain_s
+        behind_more_s = self._more_s.get((StepSort.BEHIND, bits), plain_more_s)
+        if has_prompts:
+            return max(0.0, drafted_more_s - behind_more_s)
+        putting_off_s = 0.0 if self._was_drafted else behind_more_s - plain_more_s
+        return max(0.0, drafted_more_s - plain_more_s + putting_off_s)

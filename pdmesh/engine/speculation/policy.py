@@ -1,7 +1,7 @@
 """The policy of speculation: it decides which draft tokens the next step verifies. Pure.
 
 A step of n sequences and m draft tokens gives n + Σ c tokens, c being the chance that a draft token is accepted, and takes
-t(n + m), and a time that any drafts take, however few (`handling_cost.py`). The draft tokens are taken in the order of their
+t(n + m), and a time that any drafts take, however few (`cost_curve.py`). The draft tokens are taken in the order of their
 chances (a token's chance is never above its parent's, so they form trees), and as many as make (n + Σ c) / t the largest; none,
 where they would not raise it. In other words a draft continues until its cumulative chance falls below a threshold: the cost of
 one more row, in tokens. The threshold is no setting: it follows from the other drafts, from the number of sequences in the step,
@@ -27,7 +27,7 @@ MARGIN = 0.05
 @dataclass(frozen=True)
 class Load:
     """Describe a step without drafts: the sequences that decode, the prompt tokens beside them, and the time of attention.
-    `handling_s`: what a step with drafts takes besides its forward pass (`handling_cost.py`)."""
+    `handling_s`: what a step with drafts takes besides its forward pass (`cost_curve.py`)."""
 
     num_decoding: int
     num_prompt_tokens: int
@@ -164,11 +164,6 @@ class ProbeTimer:
         then pause long."""
         self._left = RETRY
 
-    def put_off(self) -> None:
-        """Probe later: what is drafted now would not pay even if it cost nothing."""
-        self._length = min(LONGEST, 2 * self._length)
-        self._left = self._length
-
     def learned(self, ratio: float) -> None:
         """Record that a probe took `ratio` times the expected time."""
         is_confirmed = 1 / CONFIRMED < ratio < CONFIRMED
@@ -218,7 +213,7 @@ class Probing:
         if picked is None and self.wants_draft:
             picked = self._small(drafts, load, curve)
             if picked is None:
-                self._drafted.put_off() if any(drafts) else self._drafted.retry()
+                self._drafted.retry()
         self._is_probe = picked is not None
         return [NOTHING] * len(drafts) if picked is None else picked
 

@@ -228,7 +228,8 @@ class ProposerGate:
         """Return tokens per second with a call for these, over those without; and the time of a call, in steps."""
         found, num_drafted = [promise(draft) for draft in drafts], sum(map(len, drafts))
         more = sum(self._hope_of(asks[index].sequence) - found[index] for index in hopeful)
-        plain_s = load.drafted_s(curve, num_drafted)
+        is_drafted = sum(found) > MARGIN * load.num_decoding  # else nothing of them will be verified
+        plain_s = load.drafted_s(curve, num_drafted if is_drafted else 0)
         with_s = load.drafted_s(curve, num_drafted + round(habit.num_rows * len(hopeful)))
         plain, price_s = load.num_decoding + sum(found), self._price(hopeful, asks).call_s
         return (plain + more) * plain_s / (plain * (with_s + price_s)), price_s / plain_s

@@ -22,10 +22,9 @@ from pdmesh.engine.runner.model_runner import SampledOutput
 from pdmesh.engine.sampling.sampler import NO_TOKEN
 from pdmesh.engine.scheduler.scheduler import SchedulerOutput
 from pdmesh.engine.scheduler.sequence import Sequence
-from pdmesh.engine.speculation.cost_curve import CostCurve
+from pdmesh.engine.speculation.cost_curve import OUTLIER, CostCurve, HandlingCost, StepSort
 from pdmesh.engine.speculation.draft import NOTHING, Draft, Verified
 from pdmesh.engine.speculation.guarded_proposer import GuardedProposer
-from pdmesh.engine.speculation.handling_cost import HandlingCost, StepSort
 from pdmesh.engine.speculation.policy import Choice, Load, Probing, Step, choose, fixed, may_pay
 from pdmesh.engine.speculation.proposer import Ask, Proposer, promise
 from pdmesh.engine.speculation.proposer_gating import ProposerGate
@@ -180,7 +179,8 @@ class Speculator:
         for proposer in self._free:
             proposer.forgive(self._num_unforgiven)
         self._num_unforgiven = 0
-        self._correct_curve(plan, step_ns / 1e9, num_drafted, lambda: self._handled_s(started_ns + step_ns))
+        handled_ns = self._clock_ns() - started_ns - step_ns - self._drafting_ns
+        self._correct_curve(plan, step_ns / 1e9, num_drafted, handled_ns / 1e9)
 
     def _learn_draws(self, plan: SchedulerOutput, draws: Mapping[Sequence, list[SampledOutput]], step_ns: int) -> int:
         """Let proposers learn from the draws; return how many draft tokens the step had."""
@@ -201,10 +201,6 @@ class Speculator:
             if gate.proposer.learns and gate.proposer.is_open and self._may_call_next(gate):
                 gate.proposer.learn(lessons)
         return num_drafted
-
-    def _handled_s(self, since_ns: int) -> float:
-        """Return the seconds since then, less those of drafting."""
-        return (self._clock_ns() - since_ns - self._drafting_ns) / 1e9
 
     def _may_call_next(self, gate: ProposerGate) -> bool:
         if self._bounds.fixed_length:
@@ -301,7 +297,7 @@ class Speculator:
             drafts, [ask.sequence.num_tokens for ask in asks], load, self.curve, max(0, self._bounds.max_tokens - num_known)
         )
 
-    def _correct_curve(self, plan: SchedulerOutput, step_s: float, num_drafted: int, handled_s: Callable[[], float]) -> None:
+    def _correct_curve(self, plan: SchedulerOutput, step_s: float, num_drafted: int, handled_s: float) -> None:
         """Correct the curve by a step without prompts; steps with prompts compute more than the curve describes. Only a part of
         the steps is used: there are thousands, and each correction takes as long as drafting. `handled_s`: the time of the step
         besides computing and drafting."""
@@ -323,9 +319,7 @@ class Speculator:
         self._num_plain += 1
         return self._num_plain < LOOK_EVERY and self._num_seen > NUM_FIRST
 
-    def _correct_by_step(
-        self, plan: SchedulerOutput, step_s: float, num_drafted: int, num_alike: int, handled_s: Callable[[], float]
-    ) -> None:
+    def _correct_by_step(self, plan: SchedulerOutput, step_s: float, num_drafted: int, num_alike: int, handled_s: float) -> None:
         curve, num_rows, pieces = self.curve, plan.num_tokens, plan.pieces
         context = sum([piece.sequence.num_tokens for piece in pieces])
         known = sum([(piece.num_tokens - 1) * piece.sequence.num_tokens for piece in pieces if piece.num_tokens > 1])
@@ -340,4 +334,7 @@ class Speculator:
         self._num_seen += 1
         if is_telling or is_plain or self._num_seen < NUM_FIRST or not self._num_seen % LOOK_EVERY_DRAFTED:
             self.curve = curve.saw(num_rows, attention_s, step_s)
-        self._handling.saw(len(pieces), step_s - believed_s + handled_s(), plain_s, has_drafts=bool(num_drafted))
+        if 1 / OUTLIER < step_s / believed_s < OUTLIER:
+            self._handling.saw(len(pieces), step_s - believed_s + handled_s, plain_s, has_drafts=bool(num_drafted))
+        else:
+            self._handling.passed(has_drafts=bool(num_drafted))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Sequence_
 
 from torch import Tensor
@@ -72,7 +72,8 @@ class Liar:
 
 
 class Machine:
-    """Sequences that decode, and a speculator that sees only what steps take: `true_s(rows)`, with some noise."""
+    """Sequences that decode, and a speculator that sees only what steps take: `true_s(rows)`, with some noise; and `handling_s`
+    besides, if they or the ones before have drafts. Other steps of the same sequences repeat their plan."""
 
     def __init__(
         self,
@@ -83,13 +84,15 @@ class Machine:
         *,
         context_s: float = 0.0,
         prompt: int = 1,
+        handling_s: float = 0.0,
     ) -> None:
         self.clock = Clock()
         for proposer in proposers:
             proposer.clock = self.clock
         bounds = Bounds(MAX_DEPTH, _BUDGET, 1 << 20, vocab_size=VOCAB_SIZE)
         self.speculator = Speculator(proposers, curve, bounds, clock_ns=self.clock)
-        self.true_s, self.context_s = true_s, context_s
+        self.true_s, self.context_s, self.handling_s = true_s, context_s, handling_s
+        self._plan: SchedulerOutput | None = None  # the last step's, if it had no drafts
         self._prompt, self._random = [1] * prompt, random.Random(7)
         self.running = [self._begin(at) for at in range(num_sequences)]
         self.num_tokens = 0
@@ -108,18 +111,28 @@ class Machine:
     def step(self) -> None:
         started_ns = self.clock.now_ns
         drafts = self.speculator.draft(self.running, has_waiting=False)
-        plan = SchedulerOutput(_BUDGET)
-        for sequence in self.running:
-            plan.add(ScheduledSequence(sequence, 1, (), drafts.get(sequence, NOTHING)))
+        was_drafted = self._plan is None
+        plan = self._planned(drafts)
         draws = {piece.sequence: [_draw(piece)] for piece in plan.pieces}
         for sequence, [draw] in draws.items():
             sequence.output += [token.token_id for token in draw.tokens]
             sequence.num_computed = sequence.num_tokens - 1
             self.num_tokens += len(draw.tokens)
         took_s = self._took_s(plan.num_tokens) * self._random.uniform(1 - NOISE, 1 + NOISE)
-        self.clock.spend(took_s)
+        self.clock.spend(took_s + (self.handling_s if drafts or was_drafted else 0.0))
         self.speculator.learn(plan, draws, started_ns, round(1e9 * took_s), 0)
         self.running = [self._begin() if len(each.output) > _LENGTH else each for each in self.running]
+
+    def _planned(self, drafts: Mapping[Sequence, Draft]) -> SchedulerOutput:
+        plan = self._plan
+        if plan is not None and not drafts and plan.sequences == self.running:
+            plan.num_repeats += 1
+            return plan
+        plan = SchedulerOutput(_BUDGET)
+        for sequence in self.running:
+            plan.add(ScheduledSequence(sequence, 1, (), drafts.get(sequence, NOTHING)))
+        self._plan = None if drafts else plan
+        return plan
 
     def _took_s(self, num_rows: int) -> float:
         return self.true_s(num_rows) + self.context_s * sum([sequence.num_tokens for sequence in self.running])

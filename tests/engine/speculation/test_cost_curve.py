@@ -70,6 +70,17 @@ def test_what_holds_the_machine_up_for_some_steps_bends_nothing() -> None:
     assert saw(CURVE, (8, 2.0), *held_up).seconds == CURVE.seconds
 
 
+def test_what_another_kind_took_before_the_machine_was_slower_bends_nothing() -> None:
+    slower = saw(CURVE, (8, 2.0), *[(1, 3.0)] * LONG_PATIENCE)
+    assert slower.seconds == pytest.approx([3 * seconds for seconds in CURVE.seconds])
+
+
+def test_a_point_far_too_dear_is_corrected_alone() -> None:
+    """The step before it took what it should."""
+    dear = CostCurve(CURVE.rows, (*CURVE.seconds[:-1], 60.0))
+    assert saw(dear, (1, 1.0), (8, 2.0)).seconds == pytest.approx(CURVE.seconds)
+
+
 def test_of_late_steps_the_least_late_counts() -> None:
     late = [(1, 3.0)] * (LONG_PATIENCE - 1)
     assert saw(CURVE, *late, (1, 300.0)).seconds == pytest.approx([3 * seconds for seconds in CURVE.seconds])

@@ -78,6 +78,25 @@ def test_a_curve_that_was_measured_far_too_dear_is_tried_again(dear: float) -> N
     assert simulated.run(500) > 3.5 * simulated.plain()
 
 
+@pytest.mark.parametrize("num_sequences", [1, 8])
+def test_drafts_that_bring_less_than_they_take_besides_are_left(num_sequences: int) -> None:
+    """Their rows are cheap, so the passes alone would pay."""
+    true_s = MACHINES["memory bound"]
+    handling_s = 0.6 * true_s(num_sequences)
+    liar = Liar(0.3, 0.3)
+    simulated = Machine([liar], measured(true_s), true_s, num_sequences, handling_s=handling_s)
+    simulated.run(400)
+    assert simulated.run(4000) > 0.98 * simulated.plain()
+    assert liar.num_calls > 10, "but they are tried again"
+
+
+def test_drafts_that_bring_more_than_they_take_besides_are_verified() -> None:
+    true_s = MACHINES["memory bound"]
+    simulated = Machine([Liar(0.9, 0.9)], measured(true_s), true_s, 1, handling_s=0.3 * true_s(1))
+    simulated.run(400)
+    assert simulated.run(1000) > 2.5 * simulated.plain()
+
+
 def test_the_machine_becomes_slower_for_good() -> None:
     true_s = MACHINES["memory bound"]
     simulated = Machine([Liar(0.5, 0.9)], measured(true_s), true_s, 4)
