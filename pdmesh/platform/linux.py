@@ -11,7 +11,6 @@ import signal
 import socket
 import struct
 import sys
-import threading
 from collections.abc import Collection
 from pathlib import Path
 
@@ -179,13 +178,6 @@ def bind_thread(cores: Collection[int]) -> None:
     if sys.platform != "linux":
         raise _absent("sched_setaffinity")
     os.sched_setaffinity(0, cores)
-
-
-def yield_to_others() -> None:
-    """Let this thread run where no other wants the core, and a sixtieth of the time where some do: for work that can wait."""
-    if sys.platform != "linux":  # elsewhere the priority is the process's
-        raise _absent("setpriority of a thread")
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 def set_time_slice(slice_s: float) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,8 +12,8 @@ import pytest
 import torch
 
 from pdmesh.engine.kv_cache.pool import KVPool, KVShape, shared_memory
-from pdmesh.platform import capabilities, linux
-from pdmesh.platform.capabilities import MEMFD, TOUCHED_PAGES
+from pdmesh.platform import capabilities
+from pdmesh.platform.capabilities import MEMFD
 
 SHAPE = KVShape(num_layers=3, num_blocks=5, block_size=4, num_kv_heads=2, head_dim=8, dtype=torch.float32)
 sealed = pytest.mark.skipif(not MEMFD.is_there, reason="needs memory with seals")
@@ -45,32 +44,6 @@ def test_bytes_written_through_a_view_are_seen_in_the_tensor(pool: KVPool) -> No
         view[:] = bytes(torch.full((4, 2, 8), 7.0).numpy())
     assert bool((pool.tensor[1, 0, 2] == 7.0).all())
     assert int(pool.tensor.count_nonzero()) == 4 * 2 * 8
-
-
-@pytest.mark.skipif(not TOUCHED_PAGES.is_there, reason="this system touches no pages ahead")
-def test_pages_are_touched_ahead_by_a_thread_that_leaves_the_cores_to_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    touched: list[tuple[str, int]] = []
-    is_beside = threading.Event()
-    touch = linux.touch_pages
-
-    def watched(start: int, end: int) -> None:
-        name = threading.current_thread().name
-        touched.append((name, os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
-        touch(start, end)
-        if name == "kv-pages":
-            is_beside.set()
-
-    monkeypatch.setattr(linux, "touch_pages", watched)
-    monkeypatch.setattr("pdmesh.engine.kv_cache.pool.STRIPE_BYTES", 2 * SHAPE.bytes_per_block)
-    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    pool = KVPool(SHAPE)
-    num_planes = 2 * SHAPE.num_layers
-    assert touched == [(threading.current_thread().name, own)] * num_planes, "the first blocks, before anything runs"
-    pool.reach(1)
-    assert is_beside.wait(10.0)
-    pool.close()
-    assert set(touched[num_planes:]) == {("kv-pages", 19)}
-    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own
 
 
 def test_sizes(pool: KVPool) -> None:

@@ -89,20 +89,3 @@ def test_without_the_capability_nothing_changes(monkeypatch: pytest.MonkeyPatch)
     with time_slices.computing():
         pass
     assert not called
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="only Linux gives each thread a priority of its own")
-def test_work_that_can_wait_leaves_the_cores_to_others() -> None:
-    def priority() -> int:
-        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-
-    found: list[int] = []
-
-    def work() -> None:
-        linux.yield_to_others()
-        found.append(priority())
-
-    before = priority()
-    in_thread(work)
-    assert found == [19]
-    assert priority() == before, "no other thread's"

@@ -31,8 +31,7 @@ from pdmesh.platform.capabilities import HUGE_PAGES, MEMFD, TOUCHED_PAGES
 # The system allocates memory when it is first touched, page by page, zeroed: up to milliseconds for each,
 # in all layers at once, on the path of a prefill or a hand-off. So the pages of the lowest blocks are touched at start, and
 # those of the next ones by a thread as soon as use comes near: block ids are first given out in order. Unused pages are
-# never allocated. The thread takes what time the steps leave: a virtual machine that gets its memory from the host page by page
-# is busy with a stripe for a third of a second, and a step on as many threads as cores waits for the one that shares its core.
+# never allocated.
 #
 #     block ids    0 ········ in use ········│···· touched ····│···· untouched ····
 #                                     reach() ┘                 └ _end
@@ -63,7 +62,7 @@ class TouchedPages:
         if block_id + self._stripe // 2 < self._end or self._end >= self._num_blocks:
             return
         if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._touch_beside, name="kv-pages", daemon=True)
+            self._thread = threading.Thread(target=self._touch_next, name="kv-pages", daemon=True)
             self._thread.start()
 
     def close(self) -> None:
@@ -71,11 +70,6 @@ class TouchedPages:
         self._closed = True
         if self._thread is not None:
             self._thread.join()
-
-    def _touch_beside(self) -> None:
-        with contextlib.suppress(OSError):
-            linux.yield_to_others()
-        self._touch_next()
 
     def _touch_next(self) -> None:
         start, end = self._end, min(self._end + self._stripe, self._num_blocks)
