@@ -173,10 +173,8 @@ class CostCurve:
     def _put_right(self, kind: Kind, num_rows: int, attention_s: float, ratio: float) -> CostCurve:
         """Correct the part that this kind of step does not share with the latest one that took the expected time."""
         witness, believed_s = self.history.witness(kind), self.step_s(num_rows)
-        whole_s = believed_s + attention_s
-        if witness is None:
-            return self._scaled(ratio, attention_s / whole_s)
-        step_s = ratio * whole_s
+        assert witness is not None, "its callers have seen one"
+        step_s = ratio * (believed_s + attention_s)
         if kind.is_long and not witness.is_long:
             return self._scaled(max(LEARNING, (step_s - believed_s) / attention_s), 1.0)
         if ratio > 1.0:
@@ -243,11 +241,11 @@ def rising(seconds: list[float], at: int) -> tuple[float, ...]:
 #     BEHIND   without drafts, behind one with drafts
 
 
-FIRST = 0.05
+HANDLING_FIRST = 0.05
 """Share of a step without drafts, until steps with drafts were seen."""
-FIRST_WEIGHT, MEMORY = 2.0, 16.0
+HANDLING_FIRST_WEIGHT, HANDLING_MEMORY = 2.0, 16.0
 """The assumption counts for so many steps; and about so many of the last steps decide: the first ones touch new memory."""
-MOST = 0.5
+HANDLING_MOST = 0.5
 """Share of a step that counts at most: the machine was busy, or the curve is wrong."""
 
 
@@ -281,9 +279,9 @@ class HandlingCost:
         """Record a step: `more_s` beyond what the curve expects of its forward pass, negative where it took less; `plain_s`: the
         time of one without drafts."""
         key = (self.sort_of_next(has_drafts=has_drafts), num_decoding.bit_length())
-        mean_s = self._more_s.get(key, FIRST * plain_s if has_drafts else 0.0)
-        weight = self._weights[key] = min(MEMORY, self._weights.get(key, FIRST_WEIGHT) + 1.0)
-        self._more_s[key] = mean_s + (max(-MOST * plain_s, min(MOST * plain_s, more_s)) - mean_s) / weight
+        mean_s = self._more_s.get(key, HANDLING_FIRST * plain_s if has_drafts else 0.0)
+        weight = self._weights[key] = min(HANDLING_MEMORY, self._weights.get(key, HANDLING_FIRST_WEIGHT) + 1.0)
+        self._more_s[key] = mean_s + (max(-HANDLING_MOST * plain_s, min(HANDLING_MOST * plain_s, more_s)) - mean_s) / weight
         self._was_drafted = has_drafts
 
     def of_drafting(self, num_decoding: int, plain_s: float, *, has_prompts: bool) -> float:
@@ -295,7 +293,7 @@ class HandlingCost:
         drafted_more_s = self._more_s.get((StepSort.DRAFTED, bits))
         plain_more_s = self._more_s.get((StepSort.PLAIN, bits), 0.0)  # while all steps have drafts there is none
         if drafted_more_s is None:
-            return FIRST * plain_s
+            return HANDLING_FIRST * plain_s
         behind_more_s = self._more_s.get((StepSort.BEHIND, bits), plain_more_s)
         if has_prompts:
             return max(0.0, drafted_more_s - behind_more_s)

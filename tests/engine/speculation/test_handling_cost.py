@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pytest import approx
 
-from pdmesh.engine.speculation.cost_curve import FIRST, MOST, CostCurve, HandlingCost, StepSort
+from pdmesh.engine.speculation.cost_curve import HANDLING_FIRST, HANDLING_MOST, CostCurve, HandlingCost, StepSort
 from pdmesh.engine.speculation.draft import NOTHING, Draft
 from pdmesh.engine.speculation.policy import Load, choose, may_pay
 
@@ -23,7 +23,7 @@ def of(handling: HandlingCost, num_decoding: int = 4, *, has_prompts: bool = Fal
 
 
 def test_until_it_is_seen_a_share_of_a_step_is_assumed() -> None:
-    assert of(HandlingCost()) == FIRST * PLAIN_S
+    assert of(HandlingCost()) == HANDLING_FIRST * PLAIN_S
     assert of(seen(*[(True, 0.001)] * 100)) == approx(0.001, rel=0.02), "no step without drafts to compare with: none takes more"
 
 
@@ -41,12 +41,12 @@ def test_behind_drafts_more_of_them_put_off_the_step_that_begins_anew() -> None:
 def test_batches_of_other_sizes_are_apart() -> None:
     handling = seen(*[(False, 0.0), (True, 0.001)] * 100)
     assert of(handling, 5) == approx(0.001, rel=0.02)
-    assert of(handling, 32) == FIRST * PLAIN_S
+    assert of(handling, 32) == HANDLING_FIRST * PLAIN_S
 
 
 def test_a_first_step_that_was_held_up_is_soon_forgotten() -> None:
     held_up = seen((False, 0.0), (True, 0.02))
-    assert of(held_up) <= (FIRST + MOST / 3) * PLAIN_S
+    assert of(held_up) <= (HANDLING_FIRST + HANDLING_MOST / 3) * PLAIN_S
     for _ in range(12):
         held_up.saw(4, 0.0002, PLAIN_S, has_drafts=True)
     assert of(held_up) < 0.1 * PLAIN_S
