@@ -182,4 +182,4 @@ def _mean_s(durations: Counter[int]) -> float | None:
 def worker_of(spec: WorkerSpec) -> Worker:
     """What capacity arithmetic calls it."""
     limits = Limits(spec.max_num_batched_tokens, spec.max_num_seqs, spec.num_blocks * spec.block_size)
-    return Worker(spec.speed, limits, spec.keeps_pace)
+    return Worker(spec.speed, limits, spec.keeps_pace, spec.drafts)

@@ -4,7 +4,7 @@ import enum
 from dataclasses import dataclass, field
 
 from pdmesh.planning.capacity_load import Lengths, Limits, Worker
-from pdmesh.planning.latency_model import LatencyModel
+from pdmesh.planning.latency_model import NO_DRAFTS, Drafts, LatencyModel
 
 
 class PoolName(enum.StrEnum):
@@ -64,7 +64,7 @@ class PoolView:
 
     `latency` and `limits` are those of a typical worker; None: none has reported yet. `keeps_pace`: all of them do.
     `kv_occupancy`: share of the pool's KV in use. Of the ready ones `num_borrowed` belong to the other pool, and `num_stopped`
-    are paused or asleep. `age_s`: of the oldest of these figures."""
+    are paused or asleep. `drafts`: their speculation lately. `age_s`: of the oldest of these figures."""
 
     name: PoolName
     num_ready: int
@@ -78,6 +78,7 @@ class PoolView:
     hold: Hold | None = None
     keeps_pace: bool = True
     num_stopped: int = 0
+    drafts: Drafts = NO_DRAFTS
 
     @property
     def num_replicas(self) -> int:
@@ -89,7 +90,7 @@ class PoolView:
         """Return a typical worker; None while its speed or its limits are not known."""
         if self.latency is None or self.limits is None:
             return None
-        return Worker(self.latency, self.limits, self.keeps_pace)
+        return Worker(self.latency, self.limits, self.keeps_pace, self.drafts)
 
 
 @dataclass(frozen=True)

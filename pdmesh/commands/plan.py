@@ -85,6 +85,10 @@ class Machine:
         default=0.0, metadata={"help": "of the device's operations a second that steps reach; 0: as known"}
     )
     memory_share: float = field(default=0.0, metadata={"help": "of the device's bandwidth that steps reach; 0: as known"})
+    tokens_per_row: float = field(
+        default=0.0, metadata={"help": "speculation: tokens that a sequence gets from a step (pdmesh status); 0: no speculation"}
+    )
+    computed_per_row: float = field(default=0.0, metadata={"help": "speculation: tokens computed for it, drafted ones included"})
     max_context: int = field(default=0, metadata={"help": "longest sequence in tokens; longer requests are cut; 0: the model's"})
     tensor_parallel: tuple[int, ...] = field(default=(), metadata={"help": "devices that share a model; empty: 1, 2, 4, 8"})
     max_num_seqs: tuple[int, ...] = field(
@@ -105,6 +109,8 @@ class Machine:
         for name in ("kv_memory_share", "compute_share", "memory_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}: must be a share from 0 to 1")
+        if (self.tokens_per_row or self.computed_per_row) and not 1 <= self.tokens_per_row <= self.computed_per_row:
+            raise ValueError("tokens_per_row: give at least 1, and --computed-per-row at least as many")
         for name in ("tensor_parallel", "max_num_seqs", "max_num_batched_tokens"):
             if any(number < 1 for number in getattr(self, name)):
                 raise ValueError(f"{name}: give numbers of 1 or more, or nothing")
@@ -450,6 +456,8 @@ def _task(options: Options, workers: _Workers, config: SimulatorConfig, traffic:
     else:
         assert workers.spec is not None
         kinds = measured_kinds(workers.spec, limitation)
+    if machine.tokens_per_row:
+        kinds = [kind.drafting(machine.tokens_per_row, machine.computed_per_row) for kind in kinds]
     meshes = _meshes(promise, workers, deployable=deployable)
     return Task(
         traffic, tuple(kinds), settings, promise.quantile, promise.headroom, meshes, promise.gpus, EFFORTS[promise.effort]

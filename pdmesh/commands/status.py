@@ -212,7 +212,7 @@ def _speculation_lines(workers: Sequence[mesh_pb2.WorkerStatus]) -> list[Rendera
     guessing = [worker for worker in workers if _has_guessed(worker.load.speculation)]
     if not guessing:
         return []
-    columns = ("WORKER", "TOKENS/STEP", "GUESSED", "KEPT", "TOOK", "KEPT BY PROPOSER")
+    columns = ("WORKER", "TOKENS/STEP", "COMPUTED", "GUESSED", "KEPT", "TOOK", "KEPT BY PROPOSER")
     failed = [
         Text(f"{worker.info.worker_id}: {name} has failed and drafts no more; the worker's log says why", "bad")
         for worker in guessing
@@ -226,12 +226,13 @@ def _has_guessed(report: worker_pb2.SpeculationReport) -> bool:
 
 
 def _speculation_row(worker: mesh_pb2.WorkerStatus) -> tuple[str, ...]:
-    """Return a row: tokens per sequence and step are current, all else counts from the worker's start."""
+    """Return a row: tokens of a sequence in a step are current, all else counts from the worker's start."""
     report = worker.load.speculation
     verified = sum(sum(proposer.verified) for proposer in report.proposers)
     return (
         worker.info.worker_id,
         f"{report.tokens_per_row:.2f}",
+        f"{report.computed_per_row:.2f}",
         str(verified),
         str(sum(sum(proposer.kept) for proposer in report.proposers)),
         f"{report.drafting_s:.1f}s",

@@ -34,12 +34,16 @@ class WorkerKind:
         """Return the KV tokens that fit."""
         return self.spec.num_blocks * self.spec.block_size
 
+    def drafting(self, tokens_per_row: float, computed_per_row: float) -> WorkerKind:
+        """Return the same with speculation where it pays."""
+        return replace(self, spec=replace(self.spec, tokens_per_row=tokens_per_row, computed_per_row=computed_per_row))
+
     @cached_property
     def worker(self) -> Worker:
         """Return the worker for capacity planning."""
         spec = self.spec
         limits = Limits(spec.max_num_batched_tokens, spec.max_num_seqs, self.kv_tokens)
-        return Worker(spec.speed, limits, spec.keeps_pace)
+        return Worker(spec.speed, limits, spec.keeps_pace, spec.drafts)
 
 
 def by_roofline(

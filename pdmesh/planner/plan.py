@@ -38,7 +38,7 @@ def floor_of(kind: WorkerKind, traffic: Traffic, settings: MeshSettings, quantil
     pairs = list(zip(traffic.arrivals, traffic.uncached, strict=True))
     ttfts = [transit_s + speed.prefill_s(a.num_input - own, a.num_input, chunk=chunk) for a, own in pairs]
     contexts = [a.num_input + a.num_output // 2 if a.num_output > 1 else 0 for a, _ in pairs]
-    tpots = [speed.decode_s(1, context) if context else 0.0 for context in contexts]
+    tpots = [kind.spec.drafts.token_s(speed, 1, speed.decode_s(1, context)) if context else 0.0 for context in contexts]
     num_kept = sum(t <= goal.ttft_ms / 1e3 and p <= goal.tpot_ms / 1e3 for t, p in zip(ttfts, tpots, strict=True))
     return Floor(
         kind,

@@ -45,7 +45,16 @@ def decode_limit(plan: Plan) -> str:
     if kv_share > KV_FULL:
         limit = "room for KV"
     took_ms, rows = 1e3 * sum(parts.values()), f"{batch:.0f} sequence{'s' if round(batch) > 1 else ''}"
-    return f"a step of {rows} takes {took_ms:.1f} ms ({shares}); KV {kv_share:.0%} full: {limit} limits it"
+    drafted = _drafted(kind, batch, sum(parts.values()))
+    return f"a step of {rows} takes {took_ms:.1f} ms ({shares}){drafted}; KV {kv_share:.0%} full: {limit} limits it"
+
+
+def _drafted(kind: WorkerKind, batch: float, step_s: float) -> str:
+    """Return what speculation makes of a step of decoding sequences."""
+    drafts, speed = kind.spec.drafts, kind.spec.speed
+    if not drafts.pay(speed, batch, step_s):
+        return ", without drafts: they would not pay" if drafts.tokens_per_row > 1 else ""
+    return f", {1e3 * drafts.added_s(speed, batch):.1f} more with drafts for {drafts.tokens_per_row:.2f} tokens of each"
 
 
 def prefill_limit(plan: Plan) -> str:

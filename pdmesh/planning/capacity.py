@@ -199,17 +199,16 @@ class DecodePool:
         found, attainment = self._concurrency(load, num_workers), self.attainment(load, num_workers)
         if found is None or attainment is None:
             return None
-        tpot_s = prompt_times.step_s(self.worker.model, found.quantile(self.goals.each), load.lengths.running_context)
+        tpot_s = prompt_times.token_s(self.worker, found.quantile(self.goals.each), load.lengths.running_context)
         return Outlook(attainment, found.mean_batch / prompt_times.roomy_batch(self.worker, load.lengths), tpot_s=tpot_s)
 
     def _concurrency(self, load: Load, num_workers: int) -> Concurrency | None:
         lengths, room = load.lengths, prompt_times.roomy_batch(self.worker, load.lengths)
         tokens_per_s = load.rate_per_s * lengths.output_tokens
-        return concurrency(tokens_per_s, num_workers, room, lambda batches: self._step_s(batches, lengths), load.burstiness)
+        return concurrency(tokens_per_s, num_workers, room, lambda batches: self._token_s(batches, lengths), load.burstiness)
 
-    def _step_s(self, batches: NDArray[np.float64], lengths: Lengths) -> NDArray[np.float64]:
-        model = self.worker.model
-        return model.fixed_s + batches * (model.per_sequence_s + model.per_context_token_s * lengths.running_context)
+    def _token_s(self, batches: Array, lengths: Lengths) -> Array:
+        return prompt_times.token_s(self.worker, batches, lengths.running_context)
 
 
 @dataclass(frozen=True)
@@ -286,8 +285,7 @@ class SharedPool:
     def _step_s(self, batches: NDArray[np.float64], lengths: Lengths, prompts: float) -> NDArray[np.float64]:
         """Return the step times with prompts that share them, `prompts` of the time; with a TPOT objective no longer than its
         budget, where the worker keeps a pace."""
-        model = self.worker.model
-        alone = model.fixed_s + batches * (model.per_sequence_s + model.per_context_token_s * lengths.running_context)
+        alone = prompt_times.token_s(self.worker, batches, lengths.running_context)
         if self.goals.tpot_s is None or not self.worker.keeps_pace:
             return alone / (1 - prompts)
         filled = alone / self.goals.tpot_s
@@ -337,8 +335,7 @@ class SharedSteps:
 
     @property
     def _steps_s(self) -> Array:
-        model, context = self.worker.model, self.load.lengths.running_context
-        return model.fixed_s + self.found.batches * (model.per_sequence_s + model.per_context_token_s * context)
+        return prompt_times.token_s(self.worker, self.found.batches, self.load.lengths.running_context)
 
 
 def _normal(values: Array) -> Array:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import NormalDist
 
-from pdmesh.planning.latency_model import LatencyModel
+from pdmesh.planning.latency_model import NO_DRAFTS, Drafts, LatencyModel
 
 NUM_POINTS = 64
 """Equally likely prompt lengths that represent the distribution."""
@@ -97,11 +97,12 @@ class Limits:
 @dataclass(frozen=True)
 class Worker:
     """Describe one kind of worker: the times of its steps, and its limits. `keeps_pace`: its steps hold prompts back so that
-    running sequences keep their TPOT objectives."""
+    running sequences keep their TPOT objectives. `drafts`: speculation, as far as it pays."""
 
     model: LatencyModel
     limits: Limits
     keeps_pace: bool = True
+    drafts: Drafts = NO_DRAFTS
 
     def slower(self, factor: float) -> "Worker":
         """Return the same worker with each step `factor` times as long."""

@@ -72,6 +72,33 @@ class LatencyModel:
         return self.step_s(Work(num_decoding=num_decoding, decode_context=decode_context))
 
 
+@dataclass(frozen=True)
+class Drafts:
+    """Describe what speculative decoding makes of a row, a sequence's part of a step: `computed_per_row` tokens are computed for
+    it, drafted ones included, and `tokens_per_row` of them are kept. Means, at least 1; 1 and 1: nothing is drafted.
+
+    The engine drafts less the more a row costs (`pdmesh/engine/speculation/policy.py`). Here a batch has all of these drafts or,
+    where they would not pay, none: it is at least as fast as that."""
+
+    tokens_per_row: float = 1.0
+    computed_per_row: float = 1.0
+
+    def added_s(self, model: LatencyModel, num_decoding: float) -> float:
+        """Return by how much they lengthen a step: a row more costs what a sequence does, and its context is read once."""
+        return model.per_sequence_s * num_decoding * (self.computed_per_row - 1)
+
+    def pay(self, model: LatencyModel, num_decoding: float, decode_s: float) -> bool:
+        """Return whether they bring tokens sooner; `decode_s`: a step without them."""
+        return decode_s + self.added_s(model, num_decoding) < self.tokens_per_row * decode_s
+
+    def token_s(self, model: LatencyModel, num_decoding: float, decode_s: float) -> float:
+        """Return the time in which each sequence gets a token; `decode_s`: a step without drafts."""
+        return min(decode_s, (decode_s + self.added_s(model, num_decoding)) / self.tokens_per_row)
+
+
+NO_DRAFTS = Drafts()
+
+
 # The engine's TPOT budget, for all predictions of it. Copies of the numbers in `pdmesh/engine/scheduler/scheduler.py`, which
 # explains each and cannot be imported here; a test compares them.
 

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,9 +62,23 @@ def waiting(offered: float, num_servers: int, service_s: float, service_scv: flo
 # The times of batches on one worker, for `pdmesh/planning/capacity.py`. Seconds and tokens.
 
 
+Array = NDArray[np.float64]
+Batch = TypeVar("Batch", float, Array)
+
+
 def step_s(model: LatencyModel, batch: float, context: float) -> float:
     """Return the time of a step in which `batch` sequences of `context` tokens get one more."""
     return model.fixed_s + batch * (model.per_sequence_s + model.per_context_token_s * context)
+
+
+def token_s(worker: Worker, batch: Batch, context: float) -> Batch:
+    """Return the time in which each of `batch` sequences of `context` tokens gets a token: a step, or less where drafts pay
+    (`Drafts.token_s`, of many batches at once)."""
+    model, drafts = worker.model, worker.drafts
+    plain = model.fixed_s + batch * (model.per_sequence_s + model.per_context_token_s * context)
+    drafted = (plain + batch * (model.per_sequence_s * (drafts.computed_per_row - 1))) / drafts.tokens_per_row
+    found: Batch = np.minimum(plain, drafted)
+    return found
 
 
 def roomy_batch(worker: Worker, lengths: Lengths) -> int:
@@ -79,25 +94,26 @@ def largest_batch(worker: Worker, lengths: Lengths, goals: Goals, share: float =
     room = roomy_batch(worker, lengths)
     if goals.tpot_s is None:
         return room
-    row_s = worker.model.per_sequence_s + worker.model.per_context_token_s * lengths.running_context
-    left_s = goals.tpot_s * share - worker.model.fixed_s
-    if left_s < row_s or row_s <= 0:
+    model, drafts, goal_s = worker.model, worker.drafts, goals.tpot_s * share
+    row_s = model.per_sequence_s + model.per_context_token_s * lengths.running_context
+    if row_s <= 0:
         return room
-    return min(room, int(left_s / row_s + 1e-9))
+    drafted_s = row_s + model.per_sequence_s * (drafts.computed_per_row - 1)
+    plain, drafted = (goal_s - model.fixed_s) / row_s, (drafts.tokens_per_row * goal_s - model.fixed_s) / drafted_s
+    return room if max(plain, drafted) < 1 else min(room, int(max(plain, drafted) + 1e-9))
 
 
 def keeps_tpot(worker: Worker, lengths: Lengths, goals: Goals) -> bool:
     """Return whether a sequence alone on a worker gets its tokens within the objective."""
-    return goals.tpot_s is None or step_s(worker.model, 1, lengths.running_context) <= goals.tpot_s
+    return goals.tpot_s is None or token_s(worker, 1.0, lengths.running_context) <= goals.tpot_s
 
 
 def decode_tokens_per_s(worker: Worker, lengths: Lengths, goals: Goals) -> float:
     """Return the tokens a second of a worker that decodes the largest batch that keeps the TPOT objective."""
     batch = largest_batch(worker, lengths, goals)
-    return batch / step_s(worker.model, batch, lengths.running_context)
+    return batch / token_s(worker, float(batch), lengths.running_context)
 
 
-Array = NDArray[np.float64]
 _BISECTIONS = 30
 _LONGEST_S = 3600.0
 
@@ -161,7 +177,8 @@ def times_beside(worker: Worker, lengths: Lengths, goals: Goals, batch: float) -
     tokens, work = _work(worker, lengths)
     decode_s = step_s(worker.model, batch, lengths.running_context)
     tpot_s = goals.tpot_s if worker.keeps_pace else None
-    share = min(decode_share(decode_s / tpot_s), decode_s / (PACE_TARGET * tpot_s)) if tpot_s is not None else 0.0
+    each_s = token_s(worker, batch, lengths.running_context)
+    share = min(decode_share(each_s / tpot_s), each_s / (PACE_TARGET * tpot_s)) if tpot_s is not None else 0.0
     chunk = max(1.0, worker.limits.max_num_batched_tokens - batch)
     num_steps = np.maximum(1.0, np.ceil(tokens * (1 - lengths.cached_share) / chunk))
     each = np.maximum(work + decode_s * num_steps, work / (1 - share))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from kvtransfer.layout import Layout, Reach, Transports
 from pdmesh.adapter_id import AdapterId
-from pdmesh.planning.latency_message import reported_latency
+from pdmesh.planning.latency_message import reported_drafts, reported_latency
 from pdmesh.planning.latency_model import LatencyModel
 from pdmesh.v1 import common_pb2, worker_pb2
 from router.routing.fleet_snapshot import is_usable
@@ -20,8 +20,6 @@ MAX_FETCH_S = 1.0
 """Limit of the reported times to fetch and to restore a token's KV; a worker that reports more is taken for one that fetches
 none, or has no tiers."""
 NO_ADAPTERS: frozenset[AdapterId] = frozenset()
-MAX_PER_ROW = 256.0
-"""Limit of the tokens of one sequence in a step; a report above it is ignored, too."""
 
 
 def identity_of(identity: common_pb2.Identity) -> tuple[object, ...]:
@@ -142,7 +140,7 @@ def snapshot_of(
     monotonic seconds of the report's arrival; `sent`: what the report may not contain. What has ended was there before: a report
     that shows it gone already is not made less than empty."""
     latency, roles, num_running, num_prefilling = latency_of(load), load.roles, load.num_running, load.num_prefilling
-    per_row = _per_row(load.speculation) if load.HasField("speculation") else (1.0, 1.0)
+    drafts = reported_drafts(load)
     num_seqs = num_running + load.num_waiting + load.num_reserved + load.num_held
     num_total_blocks = load.num_total_blocks or described.num_blocks
     return WorkerSnapshot(
@@ -172,8 +170,8 @@ def snapshot_of(
         latency=latency,
         pace_s=tightest(load.pace_s if 0 < load.pace_s <= MAX_PACE_S else 0.0, sent.pace_s) if described.keeps_pace else 0.0,
         slack_s=load.slack_s if abs(load.slack_s) <= MAX_SLACK_S else 0.0,
-        tokens_per_row=per_row[0],
-        computed_per_row=per_row[1],
+        tokens_per_row=drafts.tokens_per_row,
+        computed_per_row=drafts.computed_per_row,
         figures_at=reported_at - load.age_ms / 1000,
         dispatched_seqs=max(sent.seqs, -num_seqs),
         dispatched_blocks=max(sent.blocks, min(0, load.num_free_blocks - num_total_blocks)),
@@ -221,12 +219,6 @@ def adapters_of(load: worker_pb2.LoadReport) -> frozenset[AdapterId]:
 @lru_cache(maxsize=256)
 def _adapters(adapters: tuple[AdapterId, ...]) -> frozenset[AdapterId]:
     return frozenset(adapters)
-
-
-def _per_row(said: worker_pb2.SpeculationReport) -> tuple[float, float]:
-    """Return the tokens that a sequence gets from a step, and those computed for it: 1 each without a plausible report."""
-    tokens, computed = said.tokens_per_row, said.computed_per_row
-    return (tokens, computed) if 1 <= tokens <= MAX_PER_ROW and 1 <= computed <= MAX_PER_ROW else (1.0, 1.0)
 
 
 def _used_tokens(described: Described, load: worker_pb2.LoadReport) -> int:

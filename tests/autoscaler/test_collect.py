@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import astuple
 
 import pytest
 from hypothesis import given
@@ -15,6 +16,7 @@ from pdmesh.autoscaler.collect.workers import Pools, Starts, idlest, typical, wo
 from pdmesh.autoscaler.platform import Asked
 from pdmesh.autoscaler.views import PoolName, Traffic
 from pdmesh.planning.capacity_load import RELATIVE_ERROR, class_of
+from pdmesh.planning.latency_model import NO_DRAFTS
 from pdmesh.v1 import mesh_pb2, worker_pb2
 from tests.autoscaler.collected import D, P, counts, status, worker
 
@@ -212,6 +214,18 @@ def test_the_typical_worker_is_the_one_in_the_middle() -> None:
     assert latency is not None and latency.fixed_s == pytest.approx(0.02)
     assert limits is not None and (limits.kv_tokens, limits.max_num_seqs) == (1600, 8)
     assert typical(workers_of([(0.0, status(worker("d0", (D,), fixed_s=math.nan)))], "m"))[0] is None
+
+
+def test_a_pool_speculates_as_its_workers_do_that_decode() -> None:
+    told = [worker(f"d{number}", (D,)) for number in range(3)]
+    for each, tokens, num_rows in zip(told, (1.2, 1.6, 1.0), (9, 9, 0), strict=True):
+        each.load.speculation.MergeFrom(
+            worker_pb2.SpeculationReport(tokens_per_row=tokens, computed_per_row=tokens + 1, num_rows=num_rows)
+        )
+    views = pools(*told, prefill=0, decode=3).views(starts(), 10.0, 10.0)
+    assert views[1].worker is not None
+    assert astuple(views[1].worker.drafts) == pytest.approx((1.4, 2.4)), "the third has not decoded yet"
+    assert pools(told[2], prefill=0, decode=1).views(starts(), 10.0, 10.0)[1].drafts == NO_DRAFTS
 
 
 def test_pools_count_lent_and_borrowed_and_what_is_on_its_way() -> None:

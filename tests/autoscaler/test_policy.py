@@ -10,8 +10,9 @@ import pytest
 
 from pdmesh.autoscaler.settings import AutoscalerSettings, PoolSettings
 from pdmesh.autoscaler.views import Hold, Measured, PoolName, PoolView, Snapshot
-from pdmesh.planning.capacity import SharedPool, fewest
+from pdmesh.planning.capacity import DecodePool, SharedPool, fewest
 from pdmesh.planning.capacity_load import Load, Worker
+from pdmesh.planning.latency_model import Drafts
 from tests.autoscaler.scenes import (
     BOTH,
     DECODE,
@@ -38,6 +39,16 @@ def test_it_grows_at_once_to_what_is_observed_and_says_why() -> None:
     assert f"prefill 1 → {prefill}: 60 requests/s observed (60/s came) need {prefill} for TTFT 500 ms of 95%" in decision.reason
     assert f"decode 1 → {decode}" in decision.reason and "TPOT 30 ms" in decision.reason
     assert decision.held is None
+
+
+def test_a_pool_that_speculates_needs_fewer_and_says_so() -> None:
+    drafts, goals = Drafts(1.5, 2.0), replace(GOALS, tpot_s=0.012)
+    least = fewest(DecodePool(replace(WORKER, drafts=drafts), goals), Load(60.0, LENGTHS), 999)
+    plain = policy(goals=goals).decide(snapshot(0, 60.0, view(PREFILL, 1, drafts=drafts), 1))
+    drafting = policy(goals=goals).decide(snapshot(0, 60.0, 1, view(DECODE, 1, drafts=drafts)))
+    assert least is not None and drafting.replicas(DECODE) == least < plain.replicas(DECODE)
+    assert "TPOT 12 ms of 95% with up to 1.50 tokens a step by speculation" in drafting.reason
+    assert "speculation" not in plain.reason
 
 
 def test_the_forecast_is_the_floor() -> None:

@@ -142,7 +142,9 @@ def test_status_says_what_guessing_brings() -> None:
         worker_pb2.ProposerReport(name="prompt_lookup", verified=[80, 20], kept=[60, 10]),
         worker_pb2.ProposerReport(name="heads"),
     ]
-    report = worker_pb2.SpeculationReport(tokens_per_row=1.704, drafting_s=0.26, proposers=proposers, failed_proposers=["heads"])
+    report = worker_pb2.SpeculationReport(
+        tokens_per_row=1.704, computed_per_row=2.1, drafting_s=0.26, proposers=proposers, failed_proposers=["heads"]
+    )
     quiet = worker_pb2.SpeculationReport(tokens_per_row=1.0, computed_per_row=1.0, num_rows=7)
     workers = [
         mesh_pb2.WorkerStatus(info=worker_pb2.WorkerInfo(worker_id="d0"), load=worker_pb2.LoadReport(speculation=report)),
@@ -151,7 +153,7 @@ def test_status_says_what_guessing_brings() -> None:
     ]
     lines = plain(*status_lines(mesh_pb2.GetStatusResponse(workers=workers)))
     at = next(number for number, line in enumerate(lines) if "TOKENS/STEP" in line)
-    assert " ".join(lines[at + 1].split()) == "d0 1.70 100 70 0.3s prompt_lookup 70 % of 100, heads 0 % of 0"
+    assert " ".join(lines[at + 1].split()) == "d0 1.70 2.10 100 70 0.3s prompt_lookup 70 % of 100, heads 0 % of 0"
     assert lines[at + 2] == "d0: heads has failed and drafts no more; the worker's log says why"
     assert not any("d1" in line or "p0" in line for line in lines[at:])
     assert not any("TOKENS/STEP" in line for line in plain(*status_lines(mesh_pb2.GetStatusResponse(workers=workers[1:]))))

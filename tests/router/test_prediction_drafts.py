@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from pdmesh.planning.latency_message import MAX_PER_ROW
 from pdmesh.planning.latency_model import LatencyModel
 from pdmesh.v1 import worker_pb2
 from router.routing.cost_model import Goals, Overhead, WorkerEstimate, local, remote
@@ -14,7 +15,7 @@ from router.routing.filters import Placement, RoutingRequest
 from router.routing.fleet_snapshot import FleetSnapshot
 from router.routing.learned import Overheads
 from router.routing.prediction_parts import local_prediction, output_part, prompt_part, remote_prediction
-from router.routing.worker_reports import MAX_PER_ROW, Described, snapshot_of
+from router.routing.worker_reports import Described, snapshot_of
 from router.routing.worker_snapshot import WorkerSnapshot
 from tests.router.fleets import BASE, running
 

@@ -10,8 +10,8 @@ from pdmesh.autoscaler.platform import Asked
 from pdmesh.autoscaler.policy.sizing import middle, typical_speed
 from pdmesh.autoscaler.views import PoolName, PoolView
 from pdmesh.planning.capacity_load import Limits
-from pdmesh.planning.latency_message import reported_latency
-from pdmesh.planning.latency_model import LatencyModel
+from pdmesh.planning.latency_message import reported_drafts, reported_latency
+from pdmesh.planning.latency_model import NO_DRAFTS, Drafts, LatencyModel
 from pdmesh.v1 import mesh_pb2, worker_pb2
 
 WorkerKey: TypeAlias = tuple[str, int]
@@ -28,7 +28,8 @@ _POOL_OF_ROLES = {
 class SeenWorker:
     """Describe one live worker. `pool` follows its roles now, `home` the roles that it was started with. `num_busy` counts its
     sequences in any state. `reported_s`: when its figures were true, on the loop's clock. `latency` and `limits` are None where
-    it does not report them. `keeps_pace`: see `Worker` of pdmesh/planning/capacity_load.py."""
+    it does not report them. `keeps_pace`: see `Worker` of pdmesh/planning/capacity_load.py. `drafts`: its speculation
+    lately; None: it has none, or none yet."""
 
     worker_id: str
     address: str
@@ -44,6 +45,7 @@ class SeenWorker:
     limits: Limits | None
     keeps_pace: bool = True
     is_stopped: bool = False  # paused or asleep
+    drafts: Drafts | None = None
 
     @property
     def key(self) -> WorkerKey:
@@ -79,6 +81,15 @@ def typical(workers: Collection[SeenWorker]) -> tuple[LatencyModel | None, Limit
     return typical_speed(told), middle(limits, lambda limit: limit.kv_tokens)
 
 
+def typical_drafts(workers: Collection[SeenWorker]) -> Drafts:
+    """Return the mean speculation of those workers that have decoded."""
+    told = [worker.drafts for worker in workers if worker.drafts is not None]
+    if not told:
+        return NO_DRAFTS
+    sums = [sum([each.tokens_per_row for each in told]), sum([each.computed_per_row for each in told])]
+    return Drafts(sums[0] / len(told), sums[1] / len(told))
+
+
 def kv_occupancy(workers: Collection[SeenWorker]) -> float:
     """Return the occupancy of all workers' KV together; 0 without workers."""
     blocks = sum(worker.total_blocks for worker in workers)
@@ -109,6 +120,7 @@ def _seen(told: mesh_pb2.WorkerStatus, heard_s: float) -> SeenWorker | None:
         limits=_limits(info),
         keeps_pace=worker_pb2.ENGINE_LACK_PACES not in info.lacks,
         is_stopped=load.serving_state in (worker_pb2.SERVING_STATE_PAUSED, worker_pb2.SERVING_STATE_ASLEEP),
+        drafts=reported_drafts(load) if load.speculation.num_rows else None,
     )
 
 
@@ -286,6 +298,7 @@ class Pools:
             hold=self.asked[name].hold,
             keeps_pace=all(worker.keeps_pace for worker in here),
             num_stopped=sum(worker.is_stopped for worker in here),
+            drafts=typical_drafts(here),
         )
 
     def follow(self, starts: Mapping[PoolName, Starts], now_s: float) -> None:

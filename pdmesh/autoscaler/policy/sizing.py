@@ -13,7 +13,7 @@ from pdmesh.autoscaler.settings import AutoscalerSettings, PoolSettings
 from pdmesh.autoscaler.views import Measured, PoolName, PoolView, Traffic
 from pdmesh.planning.capacity import DecodePool, Pool, PrefillPool, SharedPool, bearable, fewest
 from pdmesh.planning.capacity_load import Goals, Lengths, Load, Worker
-from pdmesh.planning.latency_model import LatencyModel, Work, prefill_context
+from pdmesh.planning.latency_model import Drafts, LatencyModel, Work, prefill_context
 from pdmesh.planning.prompt_times import keeps_tpot
 
 # The demand, in requests a second, that each pool must be ready for.
@@ -98,6 +98,10 @@ ROOMY = 0.9
 """Share of the KV in use below which decode workers keep no request waiting."""
 
 
+WORTH_SAYING = 1.02
+"""Tokens a step from which speculation is named in reasons."""
+
+
 @dataclass(frozen=True)
 class Size:
     """Hold numbers of replicas. `needed` keeps the objectives; `enough` would with headroom; both within the pool's bounds.
@@ -130,7 +134,7 @@ def size(view: PoolView, pool: Pool, load: Load, demand: Demand, queue_wait_s: f
     why = _why(view.name, pool.goals, demand, needed)
     if num is None:
         why += f", more than {own.max_replicas} replicas bear"
-    why += _hopeless(view.name, pool, load)
+    why += _drafted(view.name, pool.worker.drafts) + _hopeless(view.name, pool, load)
     if kv > needed:
         needed, why = kv, f"{view.kv_occupancy:.0%} of the KV is in use, more than {settings.max_kv_occupancy:.0%}"
     if needed <= view.num_replicas and _waits_for(view, pool.goals, queue_wait_s, settings.max_kv_occupancy):
@@ -182,6 +186,13 @@ def _why(name: PoolName, goals: Goals, demand: Demand, num: int) -> str:
     return (
         f"{demand.needed:.3g} requests/s {source} ({demand.observed:.3g}/s came){backlog} need {num} for {_promise(name, goals)}"
     )
+
+
+def _drafted(name: PoolName, drafts: Drafts) -> str:
+    """Return what is counted on besides the steps' own tokens."""
+    if name is PoolName.PREFILL or drafts.tokens_per_row < WORTH_SAYING:
+        return ""
+    return f" with up to {drafts.tokens_per_row:.2f} tokens a step by speculation"
 
 
 def _hopeless(name: PoolName, pool: Pool, load: Load) -> str:
@@ -316,7 +327,8 @@ class Correction:
 # The speed of a pool's workers, smoothed.
 #
 # A worker refits its model every few steps; on a machine that does other things too, one fit may differ tenfold from the one
-# before. So the median of a minute's typical workers counts, as with workers themselves.
+# before. So the median of a minute's typical workers counts, as with workers themselves. Speculation gains what the requests of
+# the moment allow: only the least of a minute is counted on, and as a pool shrinks only behind its cool-down, the least of that.
 
 
 T = TypeVar("T")
@@ -356,8 +368,10 @@ class Speed:
 
     @property
     def latest(self) -> Worker | None:
-        """Return the last limits and the median speed of the latest minute. None before any worker has reported."""
+        """Return the last limits, the median speed of the latest minute and its least speculation. None before any worker has
+        reported."""
         if not self._told:
             return None
         latency = typical_speed([worker.model for _, worker in self._told])
-        return None if latency is None else replace(self._told[-1][1], model=latency)
+        drafts = min([worker.drafts for _, worker in self._told], key=lambda drafts: drafts.tokens_per_row)
+        return None if latency is None else replace(self._told[-1][1], model=latency, drafts=drafts)

@@ -156,6 +156,8 @@ class Ledger:
             figures_at=figures.taken_at,
             pace_s=tightest(figures.pace_s, sent.pace_s) if spec.keeps_pace else 0.0,
             slack_s=figures.slack_s,
+            tokens_per_row=figures.drafts.tokens_per_row,
+            computed_per_row=figures.drafts.computed_per_row,
             dispatched_seqs=max(sent.seqs, -num_seqs),
             dispatched_blocks=max(sent.blocks, figures.num_free_blocks - figures.num_total_blocks),
             dispatched_tokens=sent.tokens,

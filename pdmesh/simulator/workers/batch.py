@@ -13,8 +13,10 @@ from pdmesh.planning.latency_model import (
     FORGIVEN,
     LEAST_TOKENS,
     MAX_SHARE,
+    NO_DRAFTS,
     PACE_TARGET,
     SPREAD,
+    Drafts,
     LatencyModel,
     behind_target,
     prefill_context,
@@ -28,13 +30,17 @@ SHORT = 1e-3
 @dataclass(slots=True)
 class StepsUnderWay:
     """Hold steps that began at `began_s`: one step with `pieces` of prompts (sequence, tokens), or `num_steps` of rows alone. The
-    first takes `first_s`, each next one `more_s` more."""
+    first takes `first_s`, each next one `more_s` more.
+
+    A step is that of one token of each row. With speculation the engine's steps have `tokens_per_step` of them, and one with
+    pieces, which nothing cuts short, has `num_steps`."""
 
     began_s: float
     num_steps: int
     first_s: float
     more_s: float = 0.0
     pieces: list[tuple[Sequence, int]] = field(default_factory=list)
+    tokens_per_step: float = 1.0
 
     def lasts_s(self, num_steps: int) -> float:
         """Return the time of the first `num_steps`."""
@@ -70,7 +76,7 @@ class StepTimes:
             factor = self._factor(course.lasts_s(course.num_steps) / self._lasts_s)
             course.first_s *= factor
             course.more_s *= factor
-        course.first_s += self._between_s
+        course.first_s += self._between_s / course.tokens_per_step
 
     def _factor(self, x: float) -> float:
         left = 2 / x * (1 - (1 - math.exp(-x)) / x) if x > SHORT else 1.0
@@ -178,6 +184,31 @@ class Rows:
         return (sequence.num_tokens - 1 - sequence.entry_step) % self._block_size
 
 
+class Drafting:
+    """Model the speculation of a worker whose rows may have the drafts `offered`. `latest`: those of its latest step."""
+
+    def __init__(self, offered: Drafts) -> None:
+        self.latest = NO_DRAFTS
+        self._offered = offered
+        self._num_owed = 0.0  # accepted tokens that steps with prompts have not given yet
+
+    def step_s(self, speed: LatencyModel, num_rows: int, decode_s: float) -> float:
+        """Return the time of the next step; `decode_s`: without drafts, which it has if they pay."""
+        self.latest = self._offered if self._offered.pay(speed, num_rows, decode_s) else NO_DRAFTS
+        return decode_s + self.latest.added_s(speed, num_rows)
+
+    def num_tokens(self, rows: Rows, num_free: int) -> int:
+        """Return the tokens that a step with prompts gives each row: whole ones, as many in the mean as drafts bring. At most as
+        many as no row ends before, and `num_free` blocks hold."""
+        per_row = self.latest.tokens_per_row
+        if per_row == 1 or not rows.members:
+            return 1
+        self._num_owed += per_row - 1
+        found = rows.steps_within(num_free, min(rows.steps_to_end(), 1 + int(self._num_owed)))
+        self._num_owed = min(self._num_owed - (found - 1), per_row)
+        return found
+
+
 # The TPOT budgets of a modelled worker's rows, and how much of prompts a step may hold beside them: the rules of
 # `pdmesh/engine/scheduler/scheduler.py`, for many rows at once.
 #
@@ -191,11 +222,12 @@ ROUNDING_S = 1e-9
 
 class Pace(NamedTuple):
     """Hold the budget of the tightest row: a token every `pace_s`, ahead of that by `slack_s` (behind: below zero);
-    `scheduled_s`: the paces of all its tokens."""
+    `scheduled_s`: the paces of all its tokens. A step gives `tokens_per_step`."""
 
     pace_s: float
     slack_s: float
     scheduled_s: float
+    tokens_per_step: float = 1.0
 
     @property
     def step_s(self) -> float:
@@ -204,16 +236,17 @@ class Pace(NamedTuple):
 
     def spare_s(self, decode_s: float) -> float:
         """Return the time for prompts in the next step after which the row still keeps its objective; below 0: none."""
-        goal_s = self.pace_s / PACE_TARGET
+        goal_s = self.tokens_per_step * self.pace_s / PACE_TARGET
         share = behind_target(decode_s / goal_s)
         reserve_s = self.slack_s + (share / PACE_TARGET - 1) * self.scheduled_s
         return share * goal_s + min(0.0, reserve_s) / SPREAD - decode_s
 
 
 class Paces:
-    """Hold rows by objective; those without one are not kept."""
+    """Hold rows by objective; those without one are not kept. `tokens_per_step` is what each gets from one lately."""
 
     def __init__(self) -> None:
+        self.tokens_per_step = 1.0
         self._keys: dict[float, list[tuple[float, int, Sequence]]] = {}
         self._num_live: dict[float, int] = {}
         self._num_pushed = 0  # breaks ties of equal keys, so that sequences are not compared
@@ -244,7 +277,8 @@ class Paces:
         """Return the tightest budget; None: no row has an objective that can be kept. `decode_s`: a step of the rows alone.
         Forgives rows too far behind."""
         paces = [self._pace(goal_s, step, now) for goal_s in self._keys]
-        return min([pace for pace in paces if pace.pace_s > PACE_TARGET * decode_s], key=lambda pace: pace.step_s, default=None)
+        least_s = PACE_TARGET * decode_s / self.tokens_per_step
+        return min([pace for pace in paces if pace.pace_s > least_s], key=lambda pace: pace.step_s, default=None)
 
     def prompt_tokens(self, prompt: Sequence, speed: LatencyModel, decode_s: float, step: int, now: float) -> int | None:
         """Return how many prompt tokens, the next of `prompt`, the next step may hold; None: as many as fit."""
@@ -267,7 +301,7 @@ class Paces:
         """Return the budget of the row with this objective that is ahead by least."""
         pace_s, slack_s = PACE_TARGET * goal_s, self._slack_s(goal_s, step, now)
         num_tokens = step - self._keys[goal_s][0][2].pace_step
-        return Pace(pace_s, slack_s, pace_s * num_tokens)
+        return Pace(pace_s, slack_s, pace_s * num_tokens, self.tokens_per_step)
 
     def _slack_s(self, goal_s: float, step: int, now: float) -> float:
         """Return the least slack of this objective, whose row is the first of its heap then."""

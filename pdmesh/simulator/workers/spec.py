@@ -4,7 +4,8 @@
      "per_context_token_s": 1e-8, "max_num_batched_tokens": 2048, "max_num_seqs": 256, "num_blocks": 30000, "block_size": 16,
      "max_context": 32768, "kv_bytes_per_token": 131072}
 
-The first five are those of `pdmesh/planning/latency_model.py`; the rest has defaults.
+The first five are those of `pdmesh/planning/latency_model.py`; the rest has defaults. With `"tokens_per_row": 1.5,
+"computed_per_row": 2` it drafts tokens where that pays (`pdmesh status` shows what workers report).
 """
 
 import dataclasses
@@ -15,11 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pdmesh.planning.latency_model import LatencyModel
+from pdmesh.planning.latency_model import Drafts, LatencyModel
 
 PRICES = ("fixed_s", "per_prefill_token_s", "per_prefill_context_s", "per_sequence_s", "per_context_token_s")
 HABITS = ("between_s", "noise", "noise_lasts_s")
 """Fields that come from a step log, not from workers' reports."""
+DRAFTED = ("tokens_per_row", "computed_per_row")
+"""What speculation makes of a sequence's part of a step, as workers report it; at least 1."""
 KNOWN_STEPS = 1_000_000
 """Steps that a modelled worker claims to be fitted to: its speed counts as measured."""
 
@@ -35,7 +38,8 @@ class WorkerSpec:
     arrivals, 0: no prefix cache. `between_s` pass between one step and the next, outside any step's time. `noise`: how much
     single steps vary, as the standard deviation of the logarithm; disturbances last `noise_lasts_s`
     (pdmesh/simulator/workers/batch.py). `host`: routers apply what they learn of one worker to the others on its host; empty:
-    each has a machine of its own."""
+    each has a machine of its own. `tokens_per_row`, `computed_per_row`: what speculation makes of a row where it pays
+    (`Drafts`)."""
 
     speed: LatencyModel
     max_num_batched_tokens: int = 512
@@ -50,6 +54,8 @@ class WorkerSpec:
     noise: float = 0.0
     noise_lasts_s: float = 0.2
     host: str = ""
+    tokens_per_row: float = 1.0
+    computed_per_row: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("max_num_batched_tokens", "max_num_seqs", "num_blocks", "block_size", "max_context"):
@@ -60,11 +66,18 @@ class WorkerSpec:
         _require(self.speed.decode_s(1, 1) > 0, "fixed_s", "a step that takes no time has no order")
         for name in ("between_s", "noise"):
             _require(0 <= getattr(self, name) < math.inf, name, "must not be negative")
+        for name in DRAFTED:
+            _require(1 <= getattr(self, name) < math.inf, name, "must be tokens, at least 1")
         _require(0 < self.noise_lasts_s < math.inf, "noise_lasts_s", "must be seconds, more than 0")
         _require(self.kv_bytes_per_token >= 0, "kv_bytes_per_token", "must not be negative")
         _require(self.max_num_seqs < self.max_num_batched_tokens, "max_num_seqs", "must be below max_num_batched_tokens")
         _require(self.prefix_tokens >= 0, "prefix_tokens", "must not be negative")
         _require(self.prefix_tokens % self.block_size == 0, "prefix_tokens", "must be a multiple of block_size")
+
+    @property
+    def drafts(self) -> Drafts:
+        """Return what speculation does where it pays."""
+        return Drafts(self.tokens_per_row, self.computed_per_row)
 
     @property
     def largest(self) -> int:
@@ -84,24 +97,24 @@ def spec_of(table: object) -> WorkerSpec:
     """Return the worker from the file's content. Raises ValueError naming the field."""
     if not isinstance(table, dict):
         raise ValueError("holds no table of numbers; see pdmesh/simulator/workers/spec.py for an example")
-    sizes = {field.name for field in dataclasses.fields(WorkerSpec)} - {"speed", "host", *HABITS}
-    unknown = sorted(set(table) - sizes - {*PRICES, *HABITS})
+    sizes = {field.name for field in dataclasses.fields(WorkerSpec)} - {"speed", "host", *HABITS, *DRAFTED}
+    unknown = sorted(set(table) - sizes - {*PRICES, *HABITS, *DRAFTED})
     if unknown:
-        raise ValueError(f"{unknown[0]}: unknown field; known are {', '.join([*PRICES, *HABITS, *sorted(sizes)])}")
+        raise ValueError(f"{unknown[0]}: unknown field; known are {', '.join([*PRICES, *HABITS, *DRAFTED, *sorted(sizes)])}")
     missing = [name for name in PRICES if name not in table]
     if missing:
         raise ValueError(f"{missing[0]}: is missing; give seconds")
     fixed_s, token_s, context_s, row_s, row_context_s = (_number(table, name) for name in PRICES)
     speed = LatencyModel(fixed_s, token_s, context_s, row_s, row_context_s, num_steps=KNOWN_STEPS)
     given: dict[str, Any] = {name: _size(table, name) for name in sizes & set(table)}
-    given |= {name: _number(table, name) for name in HABITS if name in table}
+    given |= {name: _number(table, name) for name in (*HABITS, *DRAFTED) if name in table}
     return WorkerSpec(speed, **given)
 
 
 def _number(table: Mapping[str, object], name: str) -> float:
     value = table[name]
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{name}: {value!r} is not a number{'' if name == 'noise' else ' of seconds'}")
+        raise ValueError(f"{name}: {value!r} is not a number{'' if name in ('noise', *DRAFTED) else ' of seconds'}")
     return float(value)
 
 

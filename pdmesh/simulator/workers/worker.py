@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
 
-from pdmesh.planning.latency_model import MUCH_SHORTER, OLDEST_SHARE, PACE_TARGET
+from pdmesh.planning.latency_model import MUCH_SHORTER, NO_DRAFTS, OLDEST_SHARE, PACE_TARGET, Drafts
 from pdmesh.simulator.events import EventQueue
-from pdmesh.simulator.workers.batch import Paces, Rows, StepsUnderWay, StepTimes, prompts_s
+from pdmesh.simulator.workers.batch import Drafting, Paces, Rows, StepsUnderWay, StepTimes, prompts_s
 from pdmesh.simulator.workers.kv_room import KvRoom, Sequence, TierRoom
 from pdmesh.simulator.workers.spec import WorkerSpec
 
@@ -76,6 +76,7 @@ class Figures(NamedTuple):
     prefill: bool = False
     decode: bool = False
     draining: bool = False
+    drafts: Drafts = NO_DRAFTS  # of its latest step
 
 
 def census_of(worker: ModelledWorker) -> Census:
@@ -130,6 +131,7 @@ def figures_of(
         prefill,
         decode,
         draining,
+        worker.drafting.latest,
     )
 
 
@@ -142,7 +144,8 @@ def _pace(worker: ModelledWorker, decode_context: int, num_steps: int, at_s: flo
     pace = worker.paces.tightest(decode_s, worker.rows.step + num_steps, at_s)
     if pace is not None:
         return pace.pace_s, pace.slack_s
-    return PACE_TARGET * min([goal_s for goal_s in worker.goals if goal_s > decode_s], default=0.0), 0.0
+    least_s = decode_s / worker.drafting.latest.tokens_per_row
+    return PACE_TARGET * min([goal_s for goal_s in worker.goals if goal_s > least_s], default=0.0), 0.0
 
 
 BLOCKS_PER_SPARE = 64
@@ -168,7 +171,7 @@ class ModelledWorker:
         self.rows, self.room = Rows(spec.block_size), KvRoom(spec.num_blocks, spec.block_size, spec.prefix_tokens, tiers)
         self.num_sends = 0  # to workers that fetch from it
         self.fetches: dict[tuple[int, ...], list[Callable[[], None]]] = {}  # under way, with the prompts that wait for the same
-        self.paces = Paces()
+        self.paces, self.drafting = Paces(), Drafting(spec.drafts)
         self.prompts: list[Sequence] = []  # they have blocks, in order of arrival
         self.waiting: list[Sequence] = []  # they have none
         self.reserved: dict[Sequence, None] = {}
@@ -281,7 +284,7 @@ class ModelledWorker:
     def _cut_short(self, now: float) -> None:
         """End the steps with the current one: a command has come."""
         course = self.course
-        if course is None or course.num_steps == 1:
+        if course is None or course.num_steps == 1 or course.pieces:
             return
         num_steps = min(course.num_steps, course.steps_by(now) + 1)
         if num_steps < course.num_steps:
@@ -352,17 +355,23 @@ class ModelledWorker:
         has_preempted = self._make_room()
         num_rows = len(rows.members)
         decode_s = speed.fixed_s + speed.per_sequence_s * num_rows + speed.per_context_token_s * rows.context
+        if num_rows:
+            decode_s = self.drafting.step_s(speed, num_rows, decode_s)
+        per_step = self.paces.tokens_per_step = self.drafting.latest.tokens_per_row
         most = self._prompt_tokens(decode_s, now)
         pieces = self._plan_prompts(most, has_preempted=has_preempted)
+        free = self.room.num_free + rows.next_growth  # the first step's blocks are taken
         if pieces:
-            return StepsUnderWay(now, 1, decode_s + prompts_s(speed, pieces), pieces=pieces)
+            num_tokens = self.drafting.num_tokens(rows, free)
+            step_s = (decode_s + prompts_s(speed, pieces)) / num_tokens
+            return StepsUnderWay(now, num_tokens, step_s, pieces=pieces, tokens_per_step=num_tokens)
         if not num_rows:
             return None
-        free = self.room.num_free + rows.next_growth  # the first step's blocks are taken
         # what rows leave to prompts is another thing in each step
         is_alone = most is not None or (has_preempted and bool(self.waiting))
         num_steps = 1 if is_alone else rows.steps_within(free, rows.steps_to_end())
-        return StepsUnderWay(now, num_steps, decode_s, speed.per_context_token_s * num_rows)
+        more_s = speed.per_context_token_s * num_rows / per_step
+        return StepsUnderWay(now, num_steps, decode_s / per_step, more_s, tokens_per_step=per_step)
 
     def _make_room(self) -> bool:
         """Free blocks for the next token of every row, preempting the latest arrivals if needed; return whether any was
