@@ -78,7 +78,7 @@ class Options:
     threads: int = field(default=0, metadata={"help": "threads of each worker; 0: the cores divided by the workers"})
     speculation: str = field(
         default="",
-        metadata={"help": "speculative decoding: auto, none, or proposers joined by commas; empty: the workers' default (none)"},
+        metadata={"help": "speculative decoding: auto, none, or proposers joined by commas; empty: the workers' default (auto)"},
     )
     lora: tuple[str, ...] = field(
         default=(),
@@ -251,7 +251,7 @@ def check_engine(options: Options) -> None:
         "model",
         override=options.override,
         device=options.device,
-        speculation=options.speculation or "none",
+        speculation=options.speculation or "auto",
         lora=options.lora,
         max_loras=options.max_loras,
     )

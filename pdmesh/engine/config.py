@@ -85,7 +85,7 @@ class EngineConfig:
         metadata={"help": "share of KV blocks that one tenant may retain for its sessions' next requests; 0: none are"},
     )
     speculation: str = field(
-        default="none",
+        default="auto",
         metadata={"help": "proposers of draft tokens: auto (as far as it pays), none, or names joined by commas"},
     )
     draft_model: str = field(default="", metadata={"help": "a smaller model with the same vocabulary, as draft model"})
@@ -175,6 +175,14 @@ class EngineConfig:
     def num_adapter_slots(self) -> int:
         """Return how many LoRA adapters may be loaded at once; 0: the model computes without a place for any."""
         return self.max_loras or (max(DEFAULT_LORAS, len(self.lora)) if self.lora else 0)
+
+    @property
+    def names_drafts(self) -> bool:
+        """Return whether proposers, or what they draft with, are configured. `auto` by itself drafts with the native backend
+        only: others may lose by it (docs/speculation.md)."""
+        if self.speculation != "auto":
+            return self.speculation != "none"
+        return bool(self.draft_heads or self.draft_model or self.self_draft_layers or self.draft_length)
 
     def _check_adapters(self) -> None:
         try:

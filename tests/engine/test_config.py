@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from pdmesh.engine.config import MAX_DRAFT_TOKENS, EngineConfig, named_proposers
@@ -47,6 +49,15 @@ def test_settings_that_cannot_be(settings: dict[str, object], message: str) -> N
         config.validate()
         config.check_own_ranks()
     assert str(raised.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("given", "drafts"),
+    [({}, False), ({"speculation": "none"}, False), ({"speculation": "prompt_lookup"}, True), ({"draft_length": 2}, True)],
+)
+def test_auto_by_itself_names_no_drafts(given: dict[str, Any], drafts: bool) -> None:
+    """It drafts where the native backend computes; others make no room in their steps for rows that never come."""
+    assert EngineConfig("model", **given).names_drafts is drafts
 
 
 @pytest.mark.parametrize("speculation", ["auto", "none", *PROPOSERS, ",".join(PROPOSERS)])

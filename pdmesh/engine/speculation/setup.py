@@ -93,7 +93,8 @@ def make_proposers(parts: Parts) -> list[Proposer]:
     """Return the proposers in the order of the configuration, ready for the first request. Raises ValueError naming the field."""
     names = names_for(parts.config, parts.loaded)
     if names != proposer_names(parts.config):
-        logger.info("speculation: auto drafts nothing with the torch backend, where it may lose; name proposers to use them")
+        backend = parts.config.backend
+        logger.info("speculation: auto drafts nothing with backend %s, where it may lose; name proposers to use them", backend)
     return [_maker(name)(parts) for name in names]
 
 
@@ -103,10 +104,9 @@ def _maker(name: str) -> Callable[[Parts], Proposer]:
 
 
 def names_for(config: EngineConfig, loaded: LoadedModel) -> tuple[str, ...]:
-    """Return the names of the proposers for this model. Auto has none for the torch backend unless a draft source or a length is
-    configured: with a few sequences prompt lookup was seen to slow it (docs/speculation.md)."""
-    is_given = bool(config.draft_heads or config.draft_model or config.self_draft_layers or config.draft_length)
-    if config.speculation == AUTO and not (is_given or isinstance(loaded.model, NativeModel)):
+    """Return the names of the proposers for this model. Auto has none for the other backends unless a draft source or a length is
+    configured: with a few sequences prompt lookup was seen to slow torch (docs/speculation.md)."""
+    if config.speculation == AUTO and not (config.names_drafts or isinstance(loaded.model, NativeModel)):
         return ()
     return proposer_names(config)
 

@@ -66,6 +66,8 @@ REFUSED: Mapping[str, str] = {
 }
 """The fields that it cannot be told, with what to do. Their defaults are accepted."""
 
+_ALSO_ACCEPTED: Mapping[str, object] = {"speculation": "none"}
+
 WITHOUT_EFFECT = frozenset({"keep_pace", "packed_cache", "packed_pages", "steps_ahead"})
 """Fields about what the engine does not do: it holds no prompts back (`Lack.PACES`), packs no weights, and launches no step
 before it has read the tokens of the one before. Any value describes it."""
@@ -129,7 +131,7 @@ def check_engine(engine: EngineConfig) -> None:
     defaults = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
     for name, remedy in REFUSED.items():
         value = getattr(engine, name)
-        if value != defaults[name]:
+        if value not in (defaults[name], _ALSO_ACCEPTED.get(name, defaults[name])):
             raise ValueError(f"{name}: {_shown(value)} does not go with vLLM as the engine; {remedy}")
     if engine.model.lower().endswith(".gguf"):
         raise ValueError(f"model: vLLM reads folders, and {engine.model} is a .gguf file; give a folder with safetensors")

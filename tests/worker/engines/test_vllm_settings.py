@@ -94,7 +94,7 @@ def test_ranks_share_the_memory_and_the_threads() -> None:
         (["--backend", "torch"], "--backend"),
         (["--quantization", "int8"], "--quantization"),
         (["--kv-dtype", "int8"], "--kv-dtype"),
-        (["--speculation", "auto"], "--speculation"),
+        (["--speculation", "prompt_lookup"], "--speculation"),
         (["--draft-model", "small"], "--draft-model"),
         (["--override", "rope_theta=1"], "--override"),
         (["--kv-shared"], "--kv-shared"),
@@ -114,6 +114,10 @@ def test_what_its_engine_cannot_be_told_is_refused_by_name(flags: list[str], fla
         config("--model", "m", *flags)
     assert refused.value.field == flag
     assert ";" in str(refused.value)  # what to do
+
+
+def test_no_drafts_are_what_it_does_anyway() -> None:
+    assert config("--model", "m", "--speculation", "none").engine.speculation == "none"
 
 
 def test_a_variable_is_named_where_it_gave_the_setting() -> None:

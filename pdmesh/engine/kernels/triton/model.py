@@ -242,7 +242,7 @@ def _more_launches(config: ModelConfig) -> int:
 
 def bounds_of(config: EngineConfig, max_context: int) -> StepBounds:
     """Return bounds whose rows are one for each sequence, and one for each draft token."""
-    guesses = config.max_num_seqs * config.max_draft_tokens if config.speculation != "none" else 0
+    guesses = config.max_num_seqs * config.max_draft_tokens if config.names_drafts else 0
     spare = max(0, config.max_num_batched_tokens - config.max_num_seqs)
     return StepBounds(config.max_num_batched_tokens, config.max_num_seqs + min(guesses, spare), max_context)
 
