@@ -125,7 +125,7 @@ def test_options_reach_the_workers_and_a_start_may_take_its_time() -> None:
 
 @pytest.mark.parametrize(
     ("flags", "flag"),
-    [(["--engine", "vllm", "--speculation", "auto"], "--speculation"), (["--vllm-arg", "seed=1"], "--vllm-arg")],
+    [(["--engine", "vllm", "--speculation", "heads"], "--speculation"), (["--vllm-arg", "seed=1"], "--vllm-arg")],
 )
 def test_what_the_engine_cannot_take_is_wrong_use(flags: list[str], flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:

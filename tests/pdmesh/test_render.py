@@ -142,9 +142,8 @@ def test_status_says_what_guessing_brings() -> None:
         worker_pb2.ProposerReport(name="prompt_lookup", verified=[80, 20], kept=[60, 10]),
         worker_pb2.ProposerReport(name="heads"),
     ]
-    report = worker_pb2.SpeculationReport(
-        tokens_per_row=1.704, computed_per_row=2.1, drafting_s=0.26, proposers=proposers, failed_proposers=["heads"]
-    )
+    told = {"tokens_per_row": 1.704, "computed_per_row": 2.1, "drafting_s": 0.26}
+    report = worker_pb2.SpeculationReport(**told, proposers=proposers, failed_proposers=["heads"])  # type: ignore[arg-type]
     quiet = worker_pb2.SpeculationReport(tokens_per_row=1.0, computed_per_row=1.0, num_rows=7)
     workers = [
         mesh_pb2.WorkerStatus(info=worker_pb2.WorkerInfo(worker_id="d0"), load=worker_pb2.LoadReport(speculation=report)),

@@ -68,8 +68,14 @@ def test_pools_whose_workers_draft_bear_more() -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "computed", "believed"),
-    [(1.5, 3.0, DRAFTS), (0.0, 0.0, NO_DRAFTS), (math.nan, 2.0, NO_DRAFTS), (2.0, math.inf, NO_DRAFTS), (2 * MAX_PER_ROW, 2.0, NO_DRAFTS)],
-)  # fmt: skip
+    [
+        (1.5, 3.0, DRAFTS),
+        (0.0, 0.0, NO_DRAFTS),
+        (math.nan, 2.0, NO_DRAFTS),
+        (2.0, math.inf, NO_DRAFTS),
+        (2 * MAX_PER_ROW, 2.0, NO_DRAFTS),
+    ],
+)
 def test_a_report_is_believed_if_it_can_be(tokens: float, computed: float, believed: Drafts) -> None:
     report = worker_pb2.SpeculationReport(tokens_per_row=tokens, computed_per_row=computed)
     assert reported_drafts(worker_pb2.LoadReport(speculation=report)) == believed
