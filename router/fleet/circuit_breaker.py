@@ -55,6 +55,7 @@ class HealthLimits:
     error_share: float = 0.5
     memory_s: float = 10.0  # an error of this age weighs 1/e
     slow_factor: float = 4.0  # times the median of the peers
+    slow_step_s: float = 0.005  # a decode step up to that is never too slow: of shorter ones a busy machine makes multiples
     min_samples: float = 4.0  # decayed number of measurements below which a worker is neither called slow nor compared with
     ejection_s: float = 2.0  # the first ejection; each further one takes twice as long
     max_ejection_s: float = 60.0
@@ -151,14 +152,15 @@ class CircuitBreaker:
             self._open(worker, role, breaker, now, f"{share:.0%} of its last requests failed, the last one so: {reason}")
 
     def measured(self, worker: WorkerKey, role: Role, slowness: float, peers: Iterable[WorkerKey], now: float) -> None:
-        """Record how slow the worker was: observed ÷ expected, or seconds; in the same unit for all peers of a role."""
+        """Record how slow the worker was: prompts in observed ÷ expected time, decode in seconds of a step."""
         breaker = self._touch(worker, role, now)
         breaker.slowness += (slowness - breaker.slowness) * (1 / min(8.0, breaker.samples + 1))
         breaker.samples += 1
         usual = self._usual(worker, role, peers)
         if breaker.state is not State.CLOSED or usual is None or breaker.samples < self.limits.min_samples:
             return
-        if breaker.slowness > self.limits.slow_factor * usual:
+        least = self.limits.slow_step_s if role is Role.DECODE else 0.0
+        if breaker.slowness > max(least, self.limits.slow_factor * usual):
             reason = f"{breaker.slowness / usual:.1f} times slower than its peers"
             breaker.samples = breaker.slowness = 0.0  # measurements start anew after the ejection
             breaker.has_failed = False
@@ -295,7 +297,7 @@ class HealthRecorder:
         self.health.succeeded(worker, role, _now())
 
     def took(self, worker: WorkerKey, role: Role, slowness: float) -> None:
-        """Record how slow the worker was: observed ÷ expected, or seconds; in the same unit for all workers of a role."""
+        """Record how slow the worker was: prompts in observed ÷ expected time, decode in seconds of a step."""
         self.health.measured(worker, role, slowness, self._peers_of(worker, role), _now())
 
     def failed(self, worker: WorkerKey, role: Role, reason: str, *, lost: bool = False) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -57,11 +58,16 @@ def shared_memory_names() -> set[str]:
 def abstract_sockets(pids: Collection[int]) -> set[str]:
     """Names of the abstract Unix sockets that these processes have, without the leading zero byte."""
     lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines() if " @pdmesh" in line]
-    return {fields[-1][1:] for fields in lines if f"socket:[{fields[6]}]" in _descriptors(pids)}
+    descriptors = _descriptors(pids) if lines else set()
+    return {fields[-1][1:] for fields in lines if f"socket:[{fields[6]}]" in descriptors}
 
 
 def _descriptors(pids: Collection[int]) -> set[str]:
-    return {os.readlink(link) for pid in pids for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()}
+    found = set[str]()
+    for link in [link for pid in pids for link in Path(f"/proc/{pid}/fd").iterdir()]:
+        with suppress(FileNotFoundError):  # it was closed meanwhile
+            found.add(os.readlink(link))
+    return found
 
 
 @dataclass

@@ -111,6 +111,16 @@ def test_when_all_are_slow_or_one_a_little_nobody_is_left_out(slowness: Callable
     assert judged.ejected(D, WORKERS, 0.0) == frozenset()
 
 
+@pytest.mark.parametrize(("usual_s", "left_out"), [(0.001, set()), (0.01, {A})])
+def test_steps_of_which_a_busy_machine_makes_multiples_are_not_slow(usual_s: float, left_out: set[WorkerKey]) -> None:
+    """A tiny model's take 0.3 ms: a worker that is scheduled late takes four times as long, and is not sick."""
+    judged = health()
+    for _ in range(10):
+        for worker in WORKERS:
+            judged.measured(worker, D, 4.5 * usual_s if worker == A else usual_s, WORKERS, 0.0)
+    assert judged.ejected(D, WORKERS, 0.0) == left_out
+
+
 def test_without_peers_nobody_is_called_slow() -> None:
     judged = health()
     for _ in range(20):
