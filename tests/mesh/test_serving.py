@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -16,7 +17,8 @@ import pytest
 import pytest_asyncio
 
 from pdmesh.client.client import AsyncClient
-from pdmesh.client.types import FinishReason
+from pdmesh.client.stream import AsyncStream
+from pdmesh.client.types import Delta, FinishReason
 from pdmesh.errors import DeadlineExceeded
 from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.launcher.plan import LocalMeshConfig
@@ -53,6 +55,17 @@ async def mesh(folders: tuple[Path, Path]) -> AsyncIterator[LocalMesh]:
 async def ask(client: AsyncClient, place: int, mode: str | None = None) -> tuple[int, ...]:
     answer = await client.generate(PROMPTS[place], mode=mode, timeout=90, **SAMPLED)  # type: ignore[arg-type]
     return answer.token_ids
+
+
+async def tokens_of(stream: AsyncStream, begun: asyncio.Queue[None]) -> tuple[tuple[int, ...], FinishReason | None]:
+    """Return what came, and why no more did. `begun` gets an entry at the first of it."""
+    tokens, reason = tuple[int, ...](), None
+    async for event in stream:
+        if isinstance(event, Delta):
+            if not tokens:
+                begun.put_nowait(None)
+            tokens, reason = tokens + event.token_ids, event.finish_reason or reason
+    return tokens, reason
 
 
 async def all_of(client: AsyncClient, mode: str | None = None) -> list[tuple[int, ...]]:
@@ -143,18 +156,19 @@ async def test_every_router_ends_what_is_aborted_with_what_it_has(folders: tuple
         clients = [await stack.enter_async_context(AsyncClient((address,))) for address in mesh.router_addresses]
         expected = (await clients[0].generate(PROMPTS[0], timeout=90, **LONG)).token_ids
         for state in ("paused", "asleep"):
+            begun = asyncio.Queue[None]()
             asking = [
-                asyncio.create_task(client.generate(PROMPTS[0], mode=mode, timeout=90, **LONG))  # type: ignore[arg-type]
+                asyncio.create_task(tokens_of(client.generate_stream(PROMPTS[0], mode=mode, timeout=90, **LONG), begun))  # type: ignore[arg-type]
                 for client in clients
                 for mode in ("remote", "local", None)
             ]
-            await asyncio.sleep(0.1)  # a fast machine has 1500 tokens of this model within half a second
+            for _ in asking:  # what waits for a place when the mesh is stopped goes on waiting
+                await begun.get()
             await clients[0].set_serving(state, abort_running=True, timeout=60)
             later = asyncio.create_task(ask(clients[0], 0))
             answers = await asyncio.gather(*asking)
-            assert {answer.choices[0].finish_reason for answer in answers} == {FinishReason.ABORT}
-            assert [answer.token_ids for answer in answers] == [expected[: len(answer.token_ids)] for answer in answers]
-            assert any(answer.token_ids for answer in answers)
+            assert {reason for _, reason in answers} == {FinishReason.ABORT}
+            assert [tokens for tokens, _ in answers] == [expected[: len(tokens)] for tokens, _ in answers]
             await asyncio.sleep(1.0)  # two reports
             assert not later.done()
             await clients[1].set_serving("running", timeout=60)
@@ -216,6 +230,20 @@ async def test_trainers_call_it_by_the_names_that_they_know(mesh: LocalMesh, fol
             paused, asleep = await http.get("/is_paused"), await http.get("/is_sleeping")
             return paused.json()["is_paused"], asleep.json()["is_sleeping"]
 
+        async def cut_by(path: str) -> tuple[str, str]:
+            """Return text and finish reason of an answer behind whose first piece `path` was called."""
+            pieces, reason = list[str](), ""
+            async with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
+                async for line in answer.aiter_lines():
+                    if not line.startswith("data: {"):
+                        continue
+                    (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+                    if not pieces:
+                        await posted(path)
+                    pieces.append(choice["text"])
+                    reason = choice["finish_reason"] or reason
+            return "".join(pieces), reason
+
         whole = (await posted("/v1/completions", body))["choices"][0]
         calls: tuple[tuple[str, object, tuple[bool, bool]], ...] = (
             ("/pause?mode=keep", None, (True, False)),
@@ -233,12 +261,9 @@ async def test_trainers_call_it_by_the_names_that_they_know(mesh: LocalMesh, fol
             await posted(call, sent)
             assert await state() == then, call
         for path, resume in (("/pause", "/resume"), ("/pause_generation", "/continue_generation"), ("/sleep", "/wake_up")):
-            asking = asyncio.create_task(posted("/v1/completions", body))
-            await asyncio.sleep(0.2)
-            await posted(path)
-            (cut,) = (await asking)["choices"]
-            assert cut["finish_reason"] == "abort"
-            assert whole["text"].startswith(cut["text"].rstrip("\ufffd"))  # it may end within a character
+            text, reason = await cut_by(path)
+            assert reason == "abort"
+            assert text and whole["text"].startswith(text.rstrip("\ufffd"))  # it may end within a character
             await posted(resume)
         updated = await posted("/update_weights_from_disk", {"model_path": str(folders[1]), "abort_all_requests": True})
         assert updated["success"], updated
