@@ -75,3 +75,24 @@ def test_a_system_that_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     pool.tensor.fill_(1)
     pool.reach(SHAPE.num_blocks - 1)
     pool.close()
+
+
+def test_pages_ahead_come_in_pieces_and_none_behind_the_end(pool: KVPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step waits for no more than a piece, and a pool that closes for no more than that either."""
+    pieces: list[int] = []
+
+    def touch(start: int, end: int) -> bool:
+        pieces.append(end - start)
+        time.sleep(0.001)
+        return True
+
+    monkeypatch.setattr(kv_cache_pool, "_touch", touch)
+    monkeypatch.setattr(kv_cache_pool, "PIECE_BYTES", BLOCK)
+    pool.reach(4)
+    while len(pieces) < 3:
+        time.sleep(0.001)
+    pool.close()
+    num_pieces = len(pieces)
+    assert set(pieces) == {BLOCK} and num_pieces < 8 * 2 * SHAPE.num_layers
+    time.sleep(0.02)
+    assert len(pieces) == num_pieces, "something touches memory that is free"

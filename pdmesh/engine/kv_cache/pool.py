@@ -17,6 +17,7 @@ import errno
 import mmap
 import os
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -31,13 +32,18 @@ from pdmesh.platform.capabilities import HUGE_PAGES, MEMFD, TOUCHED_PAGES
 # The system allocates memory when it is first touched, page by page, zeroed: up to milliseconds for each,
 # in all layers at once, on the path of a prefill or a hand-off. So the pages of the lowest blocks are touched at start, and
 # those of the next ones by a thread as soon as use comes near: block ids are first given out in order. Unused pages are
-# never allocated.
+# never allocated. The thread takes a share of a core, in pieces of less than a step: threads of a step wait for each other, so
+# one core that is taken for long holds up all of them.
 #
 #     block ids    0 ········ in use ········│···· touched ····│···· untouched ····
 #                                     reach() ┘                 └ _end
 
 
-STRIPE_BYTES = 128 << 20  # touched at once, of all layers together
+STRIPE_BYTES = 128 << 20  # touched ahead, of all layers together
+PIECE_BYTES = 1 << 20
+"""Touched without a pause by the thread: half a millisecond, or less."""
+SHARE = 0.2
+"""Part of the time that the thread touches pages, at most."""
 
 
 class TouchedPages:
@@ -49,8 +55,8 @@ class TouchedPages:
         self._stripe = max(1, STRIPE_BYTES // (num_planes * block_bytes))
         self._end = 0
         self._thread: threading.Thread | None = None
-        self._closed = False
-        self._touch_next()
+        self._closed = threading.Event()
+        self._touch_next(STRIPE_BYTES, 1.0)
 
     @property
     def num_blocks(self) -> int:
@@ -62,24 +68,28 @@ class TouchedPages:
         if block_id + self._stripe // 2 < self._end or self._end >= self._num_blocks:
             return
         if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._touch_next, name="kv-pages", daemon=True)
+            self._thread = threading.Thread(target=self._touch_next, args=(PIECE_BYTES, SHARE), name="kv-pages", daemon=True)
             self._thread.start()
 
     def close(self) -> None:
         """Stop touching, before the memory is freed."""
-        self._closed = True
+        self._closed.set()
         if self._thread is not None:
             self._thread.join()
 
-    def _touch_next(self) -> None:
+    def _touch_next(self, piece_bytes: int, share: float) -> None:
+        """Touch the next blocks, `piece_bytes` at a time, and for at most this share of the time."""
         start, end = self._end, min(self._end + self._stripe, self._num_blocks)
         for plane in range(self._num_planes):
-            first = plane * self._num_blocks
-            if self._closed or not _touch(
-                self._address + (first + start) * self._block_bytes, self._address + (first + end) * self._block_bytes
-            ):
-                end = self._num_blocks
-                break
+            first = self._address + (plane * self._num_blocks + start) * self._block_bytes
+            last = first + (end - start) * self._block_bytes
+            for piece in range(first, last, piece_bytes):
+                began = time.perf_counter()
+                if not _touch(piece, min(piece + piece_bytes, last)):
+                    self._end = self._num_blocks
+                    return
+                if share < 1 and self._closed.wait((time.perf_counter() - began) * (1 / share - 1)):
+                    return
         self._end = end
 
 
