@@ -11,6 +11,7 @@ from pdmesh.v1 import common_pb2, mesh_pb2, worker_pb2
 from router.api.explain import message_of, reason_of
 from router.fleet.worker import Dispatched, Worker
 from router.flow_control.ttft_predictor import TtftPredictor
+from router.kv_index.index import PromptTokens
 from router.lifecycle import stages
 from router.routing.cost_model import Overhead, PromptWays
 from router.routing.decisions import Decision, Decisions
@@ -140,6 +141,41 @@ async def test_forecast_is_what_the_policy_would_do(model_folder: Path) -> None:
         assert hurried is not None and hurried.idle_tpot_s == pytest.approx(1e-3 + 1e-4)
         no_model = replace(prepared, model=replace(prepared.model, name="other"))
         assert forecaster.forecast(no_model) is None
+
+
+async def test_the_forecast_tells_of_a_worker_that_could_begin_at_once(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One has the prompt's beginning, and a second of others' prompts; the other is idle, and would take five for it."""
+
+    def tell(stub: StubWorker, token_s: float, num_waiting_tokens: int) -> None:
+        silent = stub.load
+
+        def load() -> worker_pb2.LoadReport:
+            report = silent()
+            report.latency_model.per_prefill_token_s = token_s
+            report.num_waiting_tokens = num_waiting_tokens
+            return report
+
+        monkeypatch.setattr(stub, "load", load)
+
+    async with running_mesh(model_folder, prefill=2, policy="predict") as mesh:
+        await mesh_that_tells(mesh)
+        core = mesh.router.core
+        tell(mesh.workers["p0"], 1e-4, 10_000)
+        tell(mesh.workers["p1"], 0.1, 0)
+        await eventually(lambda: max(view.num_waiting_tokens for view in core.fleet.views()) == 10_000)
+        await eventually(lambda: max(view.latency.per_prefill_token_s for view in core.fleet.views() if view.latency) == 0.1)
+        prepared = await mesh.router.frontend._preprocessor.from_generate(request(), None)
+        prepared = replace(prepared, mode=Mode.REMOTE)
+        unknown = TtftPredictor(core).forecast(prepared)
+        assert unknown is not None and unknown.elsewhere is None, "without the prefix it begins later there, and no sooner"
+        (holder,) = [view.key for view in core.fleet.views() if view.worker_id == "p0"]
+        held = PromptTokens({holder: 48}, {})
+        monkeypatch.setattr(core.prefixes, "look_up", lambda _: held)
+        forecast = TtftPredictor(core).forecast(prepared)
+        assert forecast is not None and forecast.ahead_s > 0.9
+        assert forecast.elsewhere is not None and forecast.elsewhere.ahead_s == 0
 
 
 async def test_what_was_fetched_and_restored_is_said_and_counted(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,6 +114,18 @@ def test_a_busy_revision_does_not_hold_up_the_others() -> None:
     assert placed({"blue": 50, "green": 50}, of("blue", "pd-blue"), busy, policy=PREDICT) == {"pd-blue": 200}
 
 
+def test_a_wait_for_a_cached_prefix_is_no_reason_to_leave_a_revision() -> None:
+    """Its other worker could begin at once; where it cannot, the request goes to another revision, as without the prefix."""
+    asked: dict[str, object] = {
+        "num_tokens": 4000, "max_total_tokens": 4100, "mode": Mode.LOCAL, "cached_tokens": {("d0", 1): 3900},
+    }  # fmt: skip
+    holder, idle = of("blue", "d0", num_waiting_tokens=1000), of("blue", "d1")
+    busy, green = replace(idle, num_waiting_tokens=5000), of("green", "d2")
+    weights = {"blue": 1000, "green": 1}
+    assert placed(weights, holder, idle, green, policy=PREDICT, **asked)["d0"] > 190
+    assert placed(weights, holder, busy, green, policy=PREDICT, **asked)["d2"] > 190
+
+
 @pytest.mark.parametrize(
     ("weights", "words"),
     [

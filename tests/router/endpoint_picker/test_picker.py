@@ -9,7 +9,7 @@ from pdmesh.planning.latency_model import LatencyModel
 from pdmesh.runtime.errors import ResourceExhausted, Unavailable
 from router.endpoint_picker.config import PickerConfig
 from router.endpoint_picker.endpoints import Endpoints
-from router.endpoint_picker.picker import Asked, Pick, Picker
+from router.endpoint_picker.picker import Asked, Pick, Picker, _Placing
 from router.endpoint_picker.prompts import Prompt, block_names
 from router.endpoint_picker.server_metrics import ServerLoad
 from router.flow_control.slo_admission import BATCH, INTERACTIVE
@@ -50,6 +50,21 @@ async def test_an_endpoint_with_the_prefix_is_picked() -> None:
         assert pick.addresses[0] == first.addresses[0]
         assert pick.cached_tokens > 2000
         pick.end()
+    assert_empty(picker)
+
+
+async def test_a_wait_for_a_cached_prefix_stops_none_that_could_begin_elsewhere() -> None:
+    picker, long, only = picker_of([A, B]), "a word and another one " * 3500, frozenset((A,))
+    first = await picker.pick(Asked(prompt(long), subset=only))
+    first.answered()
+    first.end()
+    other = await picker.pick(Asked(prompt("something else " * 1100), subset=only))  # nearly a second of work
+    forecast = _Placing(picker._place, Asked(prompt(long))).forecast()
+    assert forecast is not None and forecast.ahead_s > 0.5
+    assert forecast.elsewhere is not None and forecast.elsewhere.ahead_s == 0
+    unknown = _Placing(picker._place, Asked(prompt("z" * len(long)))).forecast()
+    assert unknown is not None and unknown.ahead_s == 0 and unknown.elsewhere is None
+    other.end()
     assert_empty(picker)
 
 
