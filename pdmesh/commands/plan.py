@@ -24,6 +24,7 @@ from pdmesh.planner.plan import EFFORTS, NoPlan, Plan, Task, goals_of, make_plan
 from pdmesh.planner.shapes import read_decoder
 from pdmesh.planner.traffic import Money, Subject, Traffic, traffic_of
 from pdmesh.planning.devices import Device, find_device
+from pdmesh.planning.latency_model import MAX_PER_ROW, Drafts
 from pdmesh.planning.roofline import Decoder, Roofline
 from pdmesh.simulator.config import SimulatorConfig
 from pdmesh.simulator.workers.spec import WorkerSpec, read_spec
@@ -109,8 +110,10 @@ class Machine:
         for name in ("kv_memory_share", "compute_share", "memory_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}: must be a share from 0 to 1")
-        if (self.tokens_per_row or self.computed_per_row) and not 1 <= self.tokens_per_row <= self.computed_per_row:
-            raise ValueError("tokens_per_row: give at least 1, and --computed-per-row at least as many")
+        if (self.tokens_per_row or self.computed_per_row) and not (
+            1 <= self.tokens_per_row <= self.computed_per_row <= MAX_PER_ROW
+        ):
+            raise ValueError(f"tokens_per_row: give at least 1, and --computed-per-row at least as many, up to {MAX_PER_ROW:g}")
         for name in ("tensor_parallel", "max_num_seqs", "max_num_batched_tokens"):
             if any(number < 1 for number in getattr(self, name)):
                 raise ValueError(f"{name}: give numbers of 1 or more, or nothing")
@@ -445,7 +448,8 @@ def _task(options: Options, workers: _Workers, config: SimulatorConfig, traffic:
     if deployable and set(machine.tensor_parallel) - {1}:
         raise ValueError(f"tensor_parallel: it is not tested on several GPUs yet; give 1, or {_NEITHER}")
     degrees = (1,) if deployable else machine.tensor_parallel
-    limitation = Limitation(degrees, machine.max_num_seqs, machine.max_num_batched_tokens)
+    drafts = Drafts(machine.tokens_per_row or 1.0, machine.computed_per_row or 1.0)
+    limitation = Limitation(degrees, machine.max_num_seqs, machine.max_num_batched_tokens, drafts)
     kinds: list[WorkerKind]
     notes: list[str] = []
     if workers.roofline is not None:
@@ -456,8 +460,6 @@ def _task(options: Options, workers: _Workers, config: SimulatorConfig, traffic:
     else:
         assert workers.spec is not None
         kinds = measured_kinds(workers.spec, limitation)
-    if machine.tokens_per_row:
-        kinds = [kind.drafting(machine.tokens_per_row, machine.computed_per_row) for kind in kinds]
     meshes = _meshes(promise, workers, deployable=deployable)
     return Task(
         traffic, tuple(kinds), settings, promise.quantile, promise.headroom, meshes, promise.gpus, EFFORTS[promise.effort]

@@ -121,7 +121,8 @@ def check_new_weights(present: Loaded, new: Loaded, *, has_ranks: bool, has_draf
     }
     if any(depending.values()):
         what = ", ".join(name for name, is_so in depending.items() if is_so)
-        raise WeightsRefused(f"model: this engine cannot take other weights while it has {what}")
+        remedy = "; start it with --speculation prompt_lookup" if has_drafts else ""
+        raise WeightsRefused(f"model: this engine cannot take other weights while it has {what}{remedy}")
     pairs = [(each.name, getattr(present.config, each.name), getattr(new.config, each.name)) for each in fields(present.config)]
     pairs += [(name, getattr(present, name), getattr(new, name)) for name in ("numeric_mode", "dtype", "kv_dtype", "kv_scales")]
     for name, ours, theirs in pairs:

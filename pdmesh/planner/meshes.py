@@ -8,6 +8,7 @@ from functools import cached_property
 
 from pdmesh.planner.traffic import Traffic
 from pdmesh.planning.capacity_load import Goals, Limits, Worker
+from pdmesh.planning.latency_model import NO_DRAFTS, Drafts
 from pdmesh.planning.prompt_times import largest_batch
 from pdmesh.planning.roofline import Roofline
 from pdmesh.simulator.workers.spec import KNOWN_STEPS, WorkerSpec
@@ -34,9 +35,14 @@ class WorkerKind:
         """Return the KV tokens that fit."""
         return self.spec.num_blocks * self.spec.block_size
 
-    def drafting(self, tokens_per_row: float, computed_per_row: float) -> WorkerKind:
-        """Return the same with speculation where it pays."""
-        return replace(self, spec=replace(self.spec, tokens_per_row=tokens_per_row, computed_per_row=computed_per_row))
+    def drafting(self, drafts: Drafts) -> WorkerKind:
+        """Return the same with this speculation where it pays; as it is, without any."""
+        tokens, computed = drafts.tokens_per_row, drafts.computed_per_row
+        return (
+            self
+            if drafts == NO_DRAFTS
+            else replace(self, spec=replace(self.spec, tokens_per_row=tokens, computed_per_row=computed))
+        )
 
     @cached_property
     def worker(self) -> Worker:
@@ -145,11 +151,12 @@ FEWEST_SEQS, MOST_SEQS = 8, 512
 
 @dataclass(frozen=True)
 class Limitation:
-    """Hold the user's restrictions; empty: the useful ones."""
+    """Hold the user's restrictions; empty: the useful ones. `drafts`: the speculation to reckon with."""
 
     tensor_parallel: tuple[int, ...] = ()
     max_num_seqs: tuple[int, ...] = ()
     max_num_batched_tokens: tuple[int, ...] = ()
+    drafts: Drafts = NO_DRAFTS
 
 
 def roofline_kinds(
@@ -164,8 +171,8 @@ def roofline_kinds(
         if kv_tokens < traffic.longest:
             notes.append(_no_room(each, kv_tokens, traffic))
             continue
-        for seqs, tokens in _limits(limitation, _batch(each, kv_share, traffic, goals), max_context):
-            kinds.append(by_roofline(each, seqs, tokens, kv_share, max_context))
+        for seqs, tokens in _limits(limitation, _batch(each, kv_share, traffic, goals, limitation.drafts), max_context):
+            kinds.append(by_roofline(each, seqs, tokens, kv_share, max_context).drafting(limitation.drafts))
     return kinds, notes
 
 
@@ -178,7 +185,8 @@ def measured_kinds(spec: WorkerSpec, limitation: Limitation) -> list[WorkerKind]
     pairs = [(num, most) for num in seqs for most in tokens if num < most]
     if not pairs:
         raise ValueError("max_num_seqs: must be below --max-num-batched-tokens")
-    return [WorkerKind(replace(spec, max_num_seqs=num, max_num_batched_tokens=most)) for num, most in pairs]
+    kinds = [WorkerKind(replace(spec, max_num_seqs=num, max_num_batched_tokens=most)) for num, most in pairs]
+    return [kind.drafting(limitation.drafts) for kind in kinds]
 
 
 def _degrees(roofline: Roofline) -> list[int]:
@@ -187,10 +195,10 @@ def _degrees(roofline: Roofline) -> list[int]:
     return [degree for degree in most if roofline.decoder.num_kv_heads % degree == 0]
 
 
-def _batch(roofline: Roofline, kv_share: float, traffic: Traffic, goals: Goals) -> int:
+def _batch(roofline: Roofline, kv_share: float, traffic: Traffic, goals: Goals, drafts: Drafts) -> int:
     """Return the sequences that each get their tokens in time, with a little headroom."""
     model = roofline.latency(STEP_TOKENS[-1], MOST_SEQS)
-    worker = Worker(model, Limits(STEP_TOKENS[-1], MOST_SEQS, roofline.kv_tokens(kv_share)))
+    worker = Worker(model, Limits(STEP_TOKENS[-1], MOST_SEQS, roofline.kv_tokens(kv_share)), drafts=drafts)
     return largest_batch(worker, traffic.load.lengths, goals)
 
 

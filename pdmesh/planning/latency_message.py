@@ -3,7 +3,7 @@ gateways read."""
 
 from __future__ import annotations
 
-from pdmesh.planning.latency_model import NO_DRAFTS, Drafts, LatencyModel
+from pdmesh.planning.latency_model import MAX_PER_ROW, NO_DRAFTS, Drafts, LatencyModel
 from pdmesh.v1 import worker_pb2
 
 STEP_METRIC = "pdmesh:step_seconds"
@@ -15,10 +15,6 @@ STEP_PARTS = {
     "context_token": "per_context_token_s",
 }
 """The metric's label `part`, and the field of LatencyModel that it is the name of, in the order of these."""
-
-
-MAX_PER_ROW = 256.0
-"""The most tokens of a row that a report is believed."""
 
 
 def latency_message(model: LatencyModel) -> worker_pb2.LatencyModel:
@@ -53,8 +49,9 @@ def reported_latency(load: worker_pb2.LoadReport) -> LatencyModel | None:
 
 
 def reported_drafts(load: worker_pb2.LoadReport) -> Drafts:
-    """Return what speculation does lately by a report; none, where the report says nothing or what cannot be."""
+    """Return what speculation does lately by a report; none, where the report says nothing, or what cannot be: more tokens are
+    kept than were computed."""
     if not load.HasField("speculation"):
         return NO_DRAFTS
     tokens, computed = load.speculation.tokens_per_row, load.speculation.computed_per_row
-    return Drafts(tokens, computed) if 1 <= tokens <= MAX_PER_ROW and 1 <= computed <= MAX_PER_ROW else NO_DRAFTS
+    return Drafts(tokens, computed) if 1 <= tokens <= computed <= MAX_PER_ROW else NO_DRAFTS

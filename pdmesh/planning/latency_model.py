@@ -8,6 +8,7 @@ A step's time is linear in its work (`docs/latency_model.md` says how well that 
 The same five numbers describe a step of prompts, one of decode rows and a mixed one.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -72,13 +73,17 @@ class LatencyModel:
         return self.step_s(Work(num_decoding=num_decoding, decode_context=decode_context))
 
 
+MAX_PER_ROW = 256.0
+"""The most tokens of a row that are believed."""
+
+
 @dataclass(frozen=True)
 class Drafts:
     """Describe what speculative decoding makes of a row, a sequence's part of a step: `computed_per_row` tokens are computed for
     it, drafted ones included, and `tokens_per_row` of them are kept. Means, at least 1; 1 and 1: nothing is drafted.
 
     The engine drafts less the more a row costs (`pdmesh/engine/speculation/policy.py`). Here a batch has all of these drafts or,
-    where they would not pay, none: it is at least as fast as that."""
+    where they would not pay or do not fit into a step, none: that is one of the choices which the engine has."""
 
     tokens_per_row: float = 1.0
     computed_per_row: float = 1.0
@@ -87,8 +92,10 @@ class Drafts:
         """Return by how much they lengthen a step: a row more costs what a sequence does, and its context is read once."""
         return model.per_sequence_s * num_decoding * (self.computed_per_row - 1)
 
-    def pay(self, model: LatencyModel, num_decoding: float, decode_s: float) -> bool:
-        """Return whether they bring tokens sooner; `decode_s`: a step without them."""
+    def pay(self, model: LatencyModel, num_decoding: float, decode_s: float, budget: float = math.inf) -> bool:
+        """Return whether they bring tokens sooner; `decode_s`: a step without them; `budget`: the most tokens of a step."""
+        if num_decoding * self.computed_per_row > budget:
+            return False
         return decode_s + self.added_s(model, num_decoding) < self.tokens_per_row * decode_s
 
     def token_s(self, model: LatencyModel, num_decoding: float, decode_s: float) -> float:

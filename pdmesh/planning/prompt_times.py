@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,7 +77,9 @@ def token_s(worker: Worker, batch: Batch, context: float) -> Batch:
     model, drafts = worker.model, worker.drafts
     plain = model.fixed_s + batch * (model.per_sequence_s + model.per_context_token_s * context)
     drafted = (plain + batch * (model.per_sequence_s * (drafts.computed_per_row - 1))) / drafts.tokens_per_row
-    found: Batch = np.minimum(plain, drafted)
+    fits = batch * drafts.computed_per_row <= worker.limits.max_num_batched_tokens
+    fitting: Any = np.where(fits, drafted, np.inf)
+    found: Batch = np.minimum(plain, fitting)
     return found
 
 
@@ -100,6 +102,7 @@ def largest_batch(worker: Worker, lengths: Lengths, goals: Goals, share: float =
         return room
     drafted_s = row_s + model.per_sequence_s * (drafts.computed_per_row - 1)
     plain, drafted = (goal_s - model.fixed_s) / row_s, (drafts.tokens_per_row * goal_s - model.fixed_s) / drafted_s
+    drafted = min(drafted, worker.limits.max_num_batched_tokens / drafts.computed_per_row)
     return room if max(plain, drafted) < 1 else min(room, int(max(plain, drafted) + 1e-9))
 
 
@@ -177,9 +180,11 @@ def times_beside(worker: Worker, lengths: Lengths, goals: Goals, batch: float) -
     tokens, work = _work(worker, lengths)
     decode_s = step_s(worker.model, batch, lengths.running_context)
     tpot_s = goals.tpot_s if worker.keeps_pace else None
-    each_s = token_s(worker, batch, lengths.running_context)
+    each_s, rows = token_s(worker, batch, lengths.running_context), batch
+    if each_s < decode_s:
+        decode_s, rows = each_s * worker.drafts.tokens_per_row, batch * worker.drafts.computed_per_row
     share = min(decode_share(each_s / tpot_s), each_s / (PACE_TARGET * tpot_s)) if tpot_s is not None else 0.0
-    chunk = max(1.0, worker.limits.max_num_batched_tokens - batch)
+    chunk = max(1.0, worker.limits.max_num_batched_tokens - rows)
     num_steps = np.maximum(1.0, np.ceil(tokens * (1 - lengths.cached_share) / chunk))
     each = np.maximum(work + decode_s * num_steps, work / (1 - share))
     return PromptTimes(each, float(each.mean()), float(work.mean()))

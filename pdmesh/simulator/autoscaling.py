@@ -118,7 +118,7 @@ def seen_worker(name: str, figures: Figures, spec: WorkerSpec, now: float, *, po
         latency=spec.speed,
         limits=Limits(spec.max_num_batched_tokens, spec.max_num_seqs, spec.num_blocks * spec.block_size),
         keeps_pace=spec.keeps_pace,
-        drafts=figures.drafts if figures.num_generated_tokens else None,
+        drafts=figures.drafts,
     )
 
 

@@ -226,6 +226,9 @@ def test_a_pool_speculates_as_its_workers_do_that_decode() -> None:
     assert views[1].worker is not None
     assert astuple(views[1].worker.drafts) == pytest.approx((1.4, 2.4)), "the third has not decoded yet"
     assert pools(told[2], prefill=0, decode=1).views(starts(), 10.0, 10.0)[1].drafts == NO_DRAFTS
+    silent = [worker(f"s{number}", (D,)) for number in range(2)]
+    drafts = pools(*told, *silent, prefill=0, decode=5).views(starts(), 10.0, 10.0)[1].drafts
+    assert astuple(drafts) == pytest.approx((1.2, 1.7)), "one that says nothing of it, such as an older one, has none"
 
 
 def test_pools_count_lent_and_borrowed_and_what_is_on_its_way() -> None:

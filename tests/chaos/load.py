@@ -122,7 +122,7 @@ async def guided_jobs(folder: Path, seed: int, count: int, flags: Sequence[str])
     drawn = [_draw_guided(rng, number) for number in range(count)]
     config = LocalMeshConfig(
         model=str(folder), num_prefill=0, num_decode=0, num_both=1, num_routers=1, num_threads=1, port=0, restart=False,
-        worker_args=("--kv-memory-mb", "32", *flags),
+        worker_args=("--kv-memory-mb", "32", *flags, "--speculation", "none"),
     )  # fmt: skip
     async with LocalMesh(config) as mesh, AsyncClient(mesh.router_addresses) as client:
         return [replace(job, expected=await _answer_of(client, job)) for job in drawn]

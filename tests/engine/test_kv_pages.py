@@ -89,7 +89,8 @@ def test_pages_ahead_come_in_pieces_and_none_behind_the_end(pool: KVPool, monkey
     monkeypatch.setattr(kv_cache_pool, "_touch", touch)
     monkeypatch.setattr(kv_cache_pool, "PIECE_BYTES", BLOCK)
     pool.reach(4)
-    while len(pieces) < 3:
+    deadline = time.monotonic() + 10
+    while len(pieces) < 3 and time.monotonic() < deadline:
         time.sleep(0.001)
     pool.close()
     num_pieces = len(pieces)

@@ -59,7 +59,9 @@ async def half(looping: Path) -> AsyncIterator[LocalMesh]:
     """One prefill worker, one decode worker that guesses and one that does not; requests go to who has fewest."""
 
     def adjust(plan: ProcessPlan) -> ProcessPlan:
-        return replace(plan, argv=(*plan.argv, *FLAGS)) if plan.name == GUESSING else plan
+        if not plan.is_worker:
+            return plan
+        return replace(plan, argv=(*plan.argv, *(FLAGS if plan.name == GUESSING else ("--speculation", "none"))))
 
     config = LocalMeshConfig(
         model=str(looping),

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from pdmesh.planning.capacity import DecodePool, SharedPool, bearable, fewest
 from pdmesh.planning.capacity_load import Goals, Lengths, Limits, Load, Worker
-from pdmesh.planning.latency_message import MAX_PER_ROW, reported_drafts
-from pdmesh.planning.latency_model import NO_DRAFTS, Drafts, LatencyModel
+from pdmesh.planning.latency_message import reported_drafts
+from pdmesh.planning.latency_model import MAX_PER_ROW, NO_DRAFTS, Drafts, LatencyModel
 from pdmesh.planning.prompt_times import decode_tokens_per_s, largest_batch, step_s, token_s
 from pdmesh.v1 import worker_pb2
 
@@ -73,7 +73,8 @@ def test_pools_whose_workers_draft_bear_more() -> None:
         (0.0, 0.0, NO_DRAFTS),
         (math.nan, 2.0, NO_DRAFTS),
         (2.0, math.inf, NO_DRAFTS),
-        (2 * MAX_PER_ROW, 2.0, NO_DRAFTS),
+        (2.0, 1.5, NO_DRAFTS),
+        (2.0, 2 * MAX_PER_ROW, NO_DRAFTS),
     ],
 )
 def test_a_report_is_believed_if_it_can_be(tokens: float, computed: float, believed: Drafts) -> None:

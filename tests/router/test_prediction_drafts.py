@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pdmesh.planning.latency_message import MAX_PER_ROW
-from pdmesh.planning.latency_model import LatencyModel
+from pdmesh.planning.latency_model import MAX_PER_ROW, LatencyModel
 from pdmesh.v1 import worker_pb2
 from router.routing.cost_model import Goals, Overhead, WorkerEstimate, local, remote
 from router.routing.cost_policy import PredictPolicy

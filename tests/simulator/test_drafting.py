@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import random
+import statistics
 from dataclasses import replace
 
 import pytest
 
-from pdmesh.planning.latency_model import NO_DRAFTS
+from pdmesh.planning.latency_model import NO_DRAFTS, Drafts
 from pdmesh.simulator.workers.spec import WorkerSpec, spec_of
 from pdmesh.simulator.workers.worker import ModelledWorker, figures_of
 from tests.simulator.naive_worker import Job
 from tests.simulator.specs import LARGE, SPEED
 from tests.simulator.test_worker import Recorder
 
+DRAFTS = Drafts(1.6, 2.5)
 DRAFTING = replace(LARGE, tokens_per_row=1.6, computed_per_row=2.5)
 NUM_OUT = 400
-LONG = Job(0.5, 4000, 1, is_prefill=True)
+LONG = Job(0.01, 8000, 1, is_prefill=True)
 
 
 def decode_s(spec: WorkerSpec, num_rows: int, beside: tuple[Job, ...] = ()) -> tuple[float, ModelledWorker]:
@@ -46,14 +49,51 @@ def test_a_batch_for_which_drafts_do_not_pay_has_none() -> None:
 
 def test_steps_with_prompts_give_as_many_tokens_in_the_mean() -> None:
     """While a long prompt is computed, rows go on getting what drafts bring from each step."""
-    (alone_s, _), (beside_s, _) = decode_s(DRAFTING, 4), decode_s(DRAFTING, 4, (LONG,))
+    few = {"max_num_batched_tokens": 72}  # so that the prompt takes most of the steps
+    drafting, plain = replace(DRAFTING, **few), replace(LARGE, **few)  # type: ignore[arg-type]
     prompt_s = SPEED.per_prefill_token_s * LONG.num_input + SPEED.per_prefill_context_s * LONG.num_input**2 / 2
-    assert beside_s == pytest.approx(alone_s + prompt_s, rel=0.02)
+    for spec in (drafting, plain):
+        (alone_s, _), (beside_s, _) = decode_s(spec, 4), decode_s(spec, 4, (LONG,))
+        assert beside_s == pytest.approx(alone_s + prompt_s, rel=0.02)
+
+
+@pytest.mark.parametrize("drafts", [DRAFTS, Drafts(3.0, 4.0), Drafts(1.2, 6.0)])
+@pytest.mark.parametrize(("gap_s", "goal_s"), [(0.1, 0.0), (0.03, 0.0), (0.03, 0.03)])
+def test_a_worker_that_drafts_is_no_slower(drafts: Drafts, gap_s: float, goal_s: float) -> None:
+    """Prompts come all the time, and rows end all the time: a step beside prompts costs by what its drafts bring."""
+    rng = random.Random(7)
+    jobs = [Job(gap_s * number, 100, rng.randint(20, 100), goal_s) for number in range(300)]
+    spec = replace(LARGE, tokens_per_row=drafts.tokens_per_row, computed_per_row=drafts.computed_per_row)
+    took, ends = [], []
+    for each in (LARGE, spec):
+        recorder = Recorder(each, jobs)
+        times = [(first, last) for first, last in recorder.run() if first is not None and last is not None]
+        assert recorder.worker.is_empty and recorder.worker.room.num_free == each.num_blocks
+        took.append(statistics.fmean(last - first for first, last in times))
+        ends.append(max(last for _, last in times))
+    assert took[1] <= 1.01 * took[0] and ends[1] <= 1.05 * ends[0]
+    if drafts == DRAFTS and gap_s == 0.1:
+        assert took[1] < 0.9 * took[0]
+
+
+def test_drafts_that_do_not_fit_into_a_step_are_none() -> None:
+    narrow = {"max_num_batched_tokens": 16, "max_num_seqs": 12}
+    drafting, plain = replace(DRAFTING, **narrow), replace(LARGE, **narrow)  # type: ignore[arg-type]
+    assert decode_s(drafting, 4)[0] < 0.9 * decode_s(plain, 4)[0]
+    assert decode_s(drafting, 8)[0] > 0.95 * decode_s(plain, 8)[0]
+
+
+def test_a_worker_without_blocks_to_spare_loses_none() -> None:
+    tight = replace(DRAFTING, num_blocks=120, max_num_seqs=8, block_size=8, prefix_tokens=0)
+    recorder = Recorder(tight, [Job(0.05 * number, 60, 200) for number in range(12)])
+    ended = [last for _, last in recorder.run() if last is not None]
+    assert recorder.worker.counters.num_preemptions > 0 and len(ended) + recorder.num_refused == 12
+    assert recorder.worker.room.num_free == 120
 
 
 def test_routers_hear_of_the_drafts_of_the_latest_step() -> None:
     recorder = Recorder(DRAFTING, [Job(0.0, 16, NUM_OUT)])
-    assert figures_of(recorder.worker, 0.0).drafts == NO_DRAFTS
+    assert figures_of(recorder.worker, 0.0).drafts is None, "it has decoded nothing"
     recorder.events.run(until_s=0.2)
     assert figures_of(recorder.worker, 0.2).drafts == DRAFTING.drafts
 
@@ -65,5 +105,7 @@ def test_a_file_says_what_drafts_bring() -> None:
     assert spec_of(table).drafts == NO_DRAFTS
     with pytest.raises(ValueError, match=r"^tokens_per_row: "):
         spec_of({**table, "tokens_per_row": 0.5})
+    with pytest.raises(ValueError, match=r"^computed_per_row: "):
+        spec_of({**table, "tokens_per_row": 1e6**0.1})
     with pytest.raises(ValueError, match=r"^computed_per_row: "):
         spec_of({**table, "computed_per_row": "two"})

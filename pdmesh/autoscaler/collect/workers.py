@@ -29,7 +29,7 @@ class SeenWorker:
     """Describe one live worker. `pool` follows its roles now, `home` the roles that it was started with. `num_busy` counts its
     sequences in any state. `reported_s`: when its figures were true, on the loop's clock. `latency` and `limits` are None where
     it does not report them. `keeps_pace`: see `Worker` of pdmesh/planning/capacity_load.py. `drafts`: its speculation
-    lately; None: it has none, or none yet."""
+    lately; None: it has decoded nothing yet."""
 
     worker_id: str
     address: str
@@ -120,7 +120,7 @@ def _seen(told: mesh_pb2.WorkerStatus, heard_s: float) -> SeenWorker | None:
         limits=_limits(info),
         keeps_pace=worker_pb2.ENGINE_LACK_PACES not in info.lacks,
         is_stopped=load.serving_state in (worker_pb2.SERVING_STATE_PAUSED, worker_pb2.SERVING_STATE_ASLEEP),
-        drafts=reported_drafts(load) if load.speculation.num_rows else None,
+        drafts=reported_drafts(load) if load.speculation.num_rows or not load.HasField("speculation") else None,
     )
 
 

@@ -373,5 +373,9 @@ class Speed:
         if not self._told:
             return None
         latency = typical_speed([worker.model for _, worker in self._told])
-        drafts = min([worker.drafts for _, worker in self._told], key=lambda drafts: drafts.tokens_per_row)
-        return None if latency is None else replace(self._told[-1][1], model=latency, drafts=drafts)
+        if latency is None:
+            return None
+        decode_s = latency.decode_s(USUAL.num_decoding, USUAL.decode_context)
+        told = [worker.drafts for _, worker in self._told]
+        least = max(told, key=lambda drafts: drafts.token_s(latency, USUAL.num_decoding, decode_s))
+        return replace(self._told[-1][1], model=latency, drafts=least)

@@ -53,7 +53,7 @@ class TouchedPages:
         self._address = address
         self._num_planes, self._num_blocks, self._block_bytes = num_planes, num_blocks, block_bytes
         self._stripe = max(1, STRIPE_BYTES // (num_planes * block_bytes))
-        self._end = 0
+        self._end = self._reached = 0
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
         self._touch_next(STRIPE_BYTES, 1.0)
@@ -65,6 +65,7 @@ class TouchedPages:
 
     def reach(self, block_id: int) -> None:
         """Record that `block_id` is in use. One thread at a time calls it."""
+        self._reached = max(self._reached, block_id)
         if block_id + self._stripe // 2 < self._end or self._end >= self._num_blocks:
             return
         if self._thread is None or not self._thread.is_alive():
@@ -88,7 +89,9 @@ class TouchedPages:
                 if not _touch(piece, min(piece + piece_bytes, last)):
                     self._end = self._num_blocks
                     return
-                if share < 1 and self._closed.wait((time.perf_counter() - began) * (1 / share - 1)):
+                is_late = self._reached > start - self._stripe // 8  # a hand-off, say, is nearly here: no time for pauses
+                pause_s = 0.0 if share == 1 or is_late else (time.perf_counter() - began) * (1 / share - 1)
+                if self._closed.wait(pause_s):
                     return
         self._end = end
 

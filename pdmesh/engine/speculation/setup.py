@@ -93,8 +93,7 @@ def make_proposers(parts: Parts) -> list[Proposer]:
     """Return the proposers in the order of the configuration, ready for the first request. Raises ValueError naming the field."""
     names = names_for(parts.config, parts.loaded)
     if names != proposer_names(parts.config):
-        backend = parts.config.backend
-        logger.info("speculation: auto drafts nothing with backend %s, where it may lose; name proposers to use them", backend)
+        logger.info("speculation: auto drafts nothing without the native kernels, where it may lose; name proposers to use them")
     return [_maker(name)(parts) for name in names]
 
 
@@ -108,7 +107,19 @@ def names_for(config: EngineConfig, loaded: LoadedModel) -> tuple[str, ...]:
     configured: with a few sequences prompt lookup was seen to slow torch (docs/speculation.md)."""
     if config.speculation == AUTO and not (config.names_drafts or isinstance(loaded.model, NativeModel)):
         return ()
-    return proposer_names(config)
+    names = proposer_names(config)
+    if "heads" in names and config.speculation == AUTO and not config.draft_heads and (why := _why_unfit(config, loaded)):
+        logger.warning("draft_heads: %s lies beside the model and is not used: %s", heads_path(config), why)
+        return tuple(name for name in names if name != "heads")
+    return names
+
+
+def _why_unfit(config: EngineConfig, loaded: LoadedModel) -> str:
+    """Return why the heads beside the model cannot be used; empty if they can."""
+    try:
+        return load_heads(given_heads(config)).why_not(loaded.config.hidden_size, loaded.config.vocab_size) or ""
+    except (OSError, ValueError) as error:
+        return str(error)
 
 
 def proposer_names(config: EngineConfig) -> tuple[str, ...]:

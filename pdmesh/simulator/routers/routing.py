@@ -5,6 +5,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from kvtransfer.layout import EVERYWHERE, Layout, Transports
+from pdmesh.planning.latency_model import NO_DRAFTS
 from pdmesh.simulator.request import Request
 from pdmesh.simulator.settings import MeshSettings
 from pdmesh.simulator.workers.kv_room import CacheChanges
@@ -126,7 +127,7 @@ class Ledger:
         figures, spec = self.figures, self.spec
         if figures is None or figures.draining:
             return None
-        sent = counted(self._dispatched) if self._dispatched else NOTHING
+        sent, drafts = counted(self._dispatched) if self._dispatched else NOTHING, figures.drafts or NO_DRAFTS
         num_seqs = figures.num_running + figures.num_waiting + figures.num_reserved + figures.num_held
         return WorkerSnapshot(
             worker_id=self.name,
@@ -156,8 +157,8 @@ class Ledger:
             figures_at=figures.taken_at,
             pace_s=tightest(figures.pace_s, sent.pace_s) if spec.keeps_pace else 0.0,
             slack_s=figures.slack_s,
-            tokens_per_row=figures.drafts.tokens_per_row,
-            computed_per_row=figures.drafts.computed_per_row,
+            tokens_per_row=drafts.tokens_per_row,
+            computed_per_row=drafts.computed_per_row,
             dispatched_seqs=max(sent.seqs, -num_seqs),
             dispatched_blocks=max(sent.blocks, figures.num_free_blocks - figures.num_total_blocks),
             dispatched_tokens=sent.tokens,

@@ -188,14 +188,21 @@ class Drafting:
     """Model the speculation of a worker whose rows may have the drafts `offered`. `latest`: those of its latest step."""
 
     def __init__(self, offered: Drafts) -> None:
-        self.latest = NO_DRAFTS
+        self.latest, self.has_decoded = NO_DRAFTS, False
         self._offered = offered
         self._num_owed = 0.0  # accepted tokens that steps with prompts have not given yet
 
-    def step_s(self, speed: LatencyModel, num_rows: int, decode_s: float) -> float:
-        """Return the time of the next step; `decode_s`: without drafts, which it has if they pay."""
-        self.latest = self._offered if self._offered.pay(speed, num_rows, decode_s) else NO_DRAFTS
+    def step_s(self, speed: LatencyModel, num_rows: int, decode_s: float, budget: int) -> float:
+        """Return the time of the next step; `decode_s`: without drafts, which it has if they pay; `budget`: its most tokens."""
+        self.latest = self._offered if self._offered.pay(speed, num_rows, decode_s, budget) else NO_DRAFTS
+        self.has_decoded = True
         return decode_s + self.latest.added_s(speed, num_rows)
+
+    def unused_s(self, speed: LatencyModel, num_rows: int, num_tokens: int) -> float:
+        """Return the part of that time which a step with `num_tokens` of each row does not take: drafts cost by what they bring,
+        since the rows that a step holds here end in none of its drafts, and the engine's others go on when one ends."""
+        per_row = self.latest.tokens_per_row
+        return self.latest.added_s(speed, num_rows) * (1 - (num_tokens - 1) / (per_row - 1)) if per_row > 1 else 0.0
 
     def num_tokens(self, rows: Rows, num_free: int) -> int:
         """Return the tokens that a step with prompts gives each row: whole ones, as many in the mean as drafts bring. At most as
@@ -280,11 +287,15 @@ class Paces:
         least_s = PACE_TARGET * decode_s / self.tokens_per_step
         return min([pace for pace in paces if pace.pace_s > least_s], key=lambda pace: pace.step_s, default=None)
 
-    def prompt_tokens(self, prompt: Sequence, speed: LatencyModel, decode_s: float, step: int, now: float) -> int | None:
-        """Return how many prompt tokens, the next of `prompt`, the next step may hold; None: as many as fit."""
+    def prompt_tokens(
+        self, prompt: Sequence, speed: LatencyModel, decode_s: float, step: int, now: float, drafts_s: float = 0.0
+    ) -> int | None:
+        """Return how many prompt tokens, the next of `prompt`, the next step may hold; None: as many as fit. `drafts_s`: what
+        drafts add to it."""
         pace = self.tightest(decode_s, step, now)
         if pace is None:
             return None
+        decode_s += drafts_s
         least_s = min(decode_s * (1 - MAX_SHARE) / MAX_SHARE, pace.spare_s(decode_s))
         return self._worth_a_pass(prompt, _fitting(speed, prompt, max(least_s, pace.step_s - decode_s)))
 

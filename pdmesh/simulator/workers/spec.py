@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pdmesh.planning.latency_model import Drafts, LatencyModel
+from pdmesh.planning.latency_model import MAX_PER_ROW, Drafts, LatencyModel
 
 PRICES = ("fixed_s", "per_prefill_token_s", "per_prefill_context_s", "per_sequence_s", "per_context_token_s")
 HABITS = ("between_s", "noise", "noise_lasts_s")
@@ -66,8 +66,9 @@ class WorkerSpec:
         _require(self.speed.decode_s(1, 1) > 0, "fixed_s", "a step that takes no time has no order")
         for name in ("between_s", "noise"):
             _require(0 <= getattr(self, name) < math.inf, name, "must not be negative")
-        for name in DRAFTED:
-            _require(1 <= getattr(self, name) < math.inf, name, "must be tokens, at least 1")
+        _require(1 <= self.tokens_per_row <= MAX_PER_ROW, "tokens_per_row", f"must be from 1 to {MAX_PER_ROW:g}")
+        _require(self.tokens_per_row <= self.computed_per_row, "computed_per_row", "must be at least tokens_per_row")
+        _require(self.computed_per_row <= MAX_PER_ROW, "computed_per_row", f"must be at most {MAX_PER_ROW:g}")
         _require(0 < self.noise_lasts_s < math.inf, "noise_lasts_s", "must be seconds, more than 0")
         _require(self.kv_bytes_per_token >= 0, "kv_bytes_per_token", "must not be negative")
         _require(self.max_num_seqs < self.max_num_batched_tokens, "max_num_seqs", "must be below max_num_batched_tokens")

@@ -2,9 +2,9 @@
 
   command ─► waits for the end of the step ─► reserve, run_local, start, prefill, let_go ─► the next step
 
-A step holds one token of every decoding row and chunks of prompts under the token budget, as much of them as the rows' TPOT
-budgets leave: in order of arrival, but prompts much shorter than the oldest one share its steps. Without a prompt only contexts
-change: then all steps before the next row's end are one event, which a new command cuts short at the end of its current step.
+A step holds a token of every decoding row (with speculation more: `Drafting`) and chunks of prompts under the token budget, as
+much of them as the rows' TPOT budgets leave: in order of arrival, but prompts much shorter than the oldest one share its steps.
+Without a prompt only contexts change: then all steps before the next row's end are one event, which a new command cuts short.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
 
-from pdmesh.planning.latency_model import MUCH_SHORTER, NO_DRAFTS, OLDEST_SHARE, PACE_TARGET, Drafts
+from pdmesh.planning.latency_model import MUCH_SHORTER, OLDEST_SHARE, PACE_TARGET, Drafts
 from pdmesh.simulator.events import EventQueue
 from pdmesh.simulator.workers.batch import Drafting, Paces, Rows, StepsUnderWay, StepTimes, prompts_s
 from pdmesh.simulator.workers.kv_room import KvRoom, Sequence, TierRoom
@@ -76,7 +76,7 @@ class Figures(NamedTuple):
     prefill: bool = False
     decode: bool = False
     draining: bool = False
-    drafts: Drafts = NO_DRAFTS  # of its latest step
+    drafts: Drafts | None = None  # of its latest step; None: it has decoded nothing
 
 
 def census_of(worker: ModelledWorker) -> Census:
@@ -131,7 +131,7 @@ def figures_of(
         prefill,
         decode,
         draining,
-        worker.drafting.latest,
+        worker.drafting.latest if worker.drafting.has_decoded else None,
     )
 
 
@@ -354,17 +354,17 @@ class ModelledWorker:
         rows, speed = self.rows, self.spec.speed
         has_preempted = self._make_room()
         num_rows = len(rows.members)
-        decode_s = speed.fixed_s + speed.per_sequence_s * num_rows + speed.per_context_token_s * rows.context
+        plain_s = decode_s = speed.fixed_s + speed.per_sequence_s * num_rows + speed.per_context_token_s * rows.context
         if num_rows:
-            decode_s = self.drafting.step_s(speed, num_rows, decode_s)
+            decode_s = self.drafting.step_s(speed, num_rows, plain_s, self.spec.max_num_batched_tokens)
         per_step = self.paces.tokens_per_step = self.drafting.latest.tokens_per_row
-        most = self._prompt_tokens(decode_s, now)
+        most = self._prompt_tokens(plain_s, decode_s - plain_s, now)
         pieces = self._plan_prompts(most, has_preempted=has_preempted)
         free = self.room.num_free + rows.next_growth  # the first step's blocks are taken
-        if pieces:
+        if pieces or (most is not None and per_step > 1):
             num_tokens = self.drafting.num_tokens(rows, free)
-            step_s = (decode_s + prompts_s(speed, pieces)) / num_tokens
-            return StepsUnderWay(now, num_tokens, step_s, pieces=pieces, tokens_per_step=num_tokens)
+            step_s = decode_s - self.drafting.unused_s(speed, num_rows, num_tokens) + prompts_s(speed, pieces)
+            return StepsUnderWay(now, num_tokens, step_s / num_tokens, pieces=pieces, tokens_per_step=num_tokens)
         if not num_rows:
             return None
         # what rows leave to prompts is another thing in each step
@@ -402,17 +402,18 @@ class ModelledWorker:
         self.num_to_prefill += victim.num_tokens
         insort(self.waiting, victim, key=_turn)
 
-    def _prompt_tokens(self, decode_s: float, now: float) -> int | None:
+    def _prompt_tokens(self, decode_s: float, drafts_s: float, now: float) -> int | None:
         """Return how many prompt tokens the rows leave to the next step; None: there are no prompts, or no rows with a pace."""
         first = self.prompts[0] if self.prompts else self.waiting[0] if self.waiting else None
         if first is None or not self.rows.members or not self.spec.keeps_pace:
             return None
-        return self.paces.prompt_tokens(first, self.spec.speed, decode_s, self.rows.step, now)
+        return self.paces.prompt_tokens(first, self.spec.speed, decode_s, self.rows.step, now, drafts_s)
 
     def _plan_prompts(self, most: int | None, *, has_preempted: bool) -> list[tuple[Sequence, int]]:
         """Return chunks for the next step, `most` tokens together: of prompts much shorter than the oldest one, then of all in
         order of arrival. Waiting sequences get blocks in their turn, unless one that was just preempted would get them."""
-        pieces, budget = list[tuple[Sequence, int]](), self.spec.max_num_batched_tokens - len(self.rows.members)
+        num_rows = int(len(self.rows.members) * self.drafting.latest.computed_per_row)
+        pieces, budget = list[tuple[Sequence, int]](), self.spec.max_num_batched_tokens - num_rows
         budget = budget if most is None else min(budget, most)
         if budget <= 0:
             return pieces

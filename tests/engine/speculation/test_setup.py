@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 from pdmesh.engine.config import EngineConfig
 from pdmesh.engine.engine import Engine
 from pdmesh.engine.loader.loader import LoadedModel, load_model
-from pdmesh.engine.speculation.draft_heads.weights import BadHeads, save_heads
+from pdmesh.engine.speculation.draft_heads.weights import FILE, BadHeads, save_heads
 from pdmesh.engine.speculation.draft_models.proposer import ModelDraft
 from pdmesh.engine.speculation.proposer import Ask
+from pdmesh.engine.speculation.setup import names_for
 from tests.engine.backends import BACKENDS
 from tests.engine.speculation.heads.tiny_heads import make_heads
 from tests.engine.speculation.models.driver import count_passes, decoding, request
@@ -149,6 +150,26 @@ class TestHeads:
         save_heads(make_heads(hidden_size=48, vocab_size=VOCAB_SIZE), heads)
         with pytest.raises(ValueError, match=f"draft_heads: {heads}: hidden_size: 48, but the model has"):
             engine_of(folder, loaded, speculation="heads", draft_heads=str(heads))
+
+    @pytest.mark.parametrize("is_damaged", [False, True])
+    def test_beside_the_model_that_do_not_fit_are_not_used_by_default(
+        self, folder: Path, loaded: LoadedModel, caplog: pytest.LogCaptureFixture, is_damaged: bool
+    ) -> None:
+        """Nobody asked for them: a worker starts all the same. Who names them is told."""
+        beside, fitting = folder / FILE, make_heads(hidden_size=loaded.config.hidden_size, vocab_size=VOCAB_SIZE)
+        try:
+            save_heads(fitting, beside)
+            assert names_for(EngineConfig(str(folder)), loaded) == ("prompt_lookup", "heads")
+            save_heads(make_heads(hidden_size=48, vocab_size=VOCAB_SIZE), beside)
+            if is_damaged:
+                beside.write_bytes(b"no heads")
+            with caplog.at_level(logging.WARNING):
+                engine_of(folder, loaded, speculation="auto")
+            assert f"draft_heads: {beside} lies beside the model and is not used: " in caplog.text
+            with pytest.raises(ValueError, match=f"draft_heads: {beside}: "):
+                engine_of(folder, loaded, speculation="heads")
+        finally:
+            beside.unlink()
 
     def test_that_are_damaged_are_refused(self, folder: Path, loaded: LoadedModel, heads: Path) -> None:
         heads.write_bytes(heads.read_bytes()[:-9])

@@ -122,8 +122,10 @@ def test_graphs_of_decode_steps_keep_their_logits() -> None:
 def test_guesses_have_rows_of_logits() -> None:
     config = EngineConfig(model="m", max_num_seqs=8, max_num_batched_tokens=64, max_draft_tokens=4)
     assert bounds_of(config, 99) == StepBounds(64, 8, 99)
-    assert bounds_of(replace(config, speculation="auto"), 99).num_rows == 40
-    assert bounds_of(replace(config, speculation="auto", max_draft_tokens=16), 99).num_rows == 64
+    assert config.speculation == "auto", "which drafts nothing there by itself"
+    assert bounds_of(replace(config, speculation="prompt_lookup"), 99).num_rows == 40
+    assert bounds_of(replace(config, speculation="prompt_lookup", max_draft_tokens=16), 99).num_rows == 64
+    assert bounds_of(replace(config, draft_length=2), 99).num_rows == 40
 
 
 @pytest.mark.gpu
