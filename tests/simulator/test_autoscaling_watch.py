@@ -11,6 +11,7 @@ from pdmesh.autoscaler.collect.collect import Collector
 from pdmesh.autoscaler.collect.traffic import USUAL_GAPS
 from pdmesh.autoscaler.collect.workers import workers_of
 from pdmesh.autoscaler.views import PoolName, Traffic
+from pdmesh.planning.latency_model import Drafts
 from pdmesh.planning.objectives import ModelObjective
 from pdmesh.simulator.arrivals import Arrival
 from pdmesh.simulator.autoscaling import Watch, seen_worker
@@ -126,13 +127,14 @@ def test_a_router_tells_the_same_of_a_worker() -> None:
     """By the fields of its load report that carry these figures, each another number."""
     watched, now = Watched(), 20.0
     figures = watched.mesh.figures()[watched.worker]._replace(
-        num_running=1, num_waiting=2, num_reserved=4, num_held=8, num_free_blocks=123, draining=True
+        num_running=1, num_waiting=2, num_reserved=4, num_held=8, num_free_blocks=123, draining=True, drafts=Drafts(1.5, 2.0)
     )
     names = ("num_running", "num_waiting", "num_reserved", "num_held", "num_free_blocks", "num_total_blocks", "draining")
     prices = ("fixed_s", "per_prefill_token_s", "per_prefill_context_s", "per_sequence_s", "per_context_token_s", "num_steps")
     load = worker_pb2.LoadReport(
         roles=[ROLE_PREFILL],
         latency_model=worker_pb2.LatencyModel(**{name: getattr(SPEED, name) for name in prices}),
+        speculation=worker_pb2.SpeculationReport(tokens_per_row=1.5, computed_per_row=2.0, num_rows=1),
         **{name: getattr(figures, name) for name in names},
     )
     info = worker_pb2.WorkerInfo(

@@ -23,6 +23,7 @@ HABITS = ("between_s", "noise", "noise_lasts_s")
 """Fields that come from a step log, not from workers' reports."""
 DRAFTED = ("tokens_per_row", "computed_per_row")
 """What speculation makes of a sequence's part of a step, as workers report it; at least 1."""
+_NOT_SECONDS = ("noise", "tokens_per_row", "computed_per_row")
 KNOWN_STEPS = 1_000_000
 """Steps that a modelled worker claims to be fitted to: its speed counts as measured."""
 
@@ -108,14 +109,14 @@ def spec_of(table: object) -> WorkerSpec:
     fixed_s, token_s, context_s, row_s, row_context_s = (_number(table, name) for name in PRICES)
     speed = LatencyModel(fixed_s, token_s, context_s, row_s, row_context_s, num_steps=KNOWN_STEPS)
     given: dict[str, Any] = {name: _size(table, name) for name in sizes & set(table)}
-    given |= {name: _number(table, name) for name in (*HABITS, *DRAFTED) if name in table}
+    given |= {name: _number(table, name) for name in HABITS + DRAFTED if name in table}
     return WorkerSpec(speed, **given)
 
 
 def _number(table: Mapping[str, object], name: str) -> float:
     value = table[name]
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{name}: {value!r} is not a number{'' if name in ('noise', *DRAFTED) else ' of seconds'}")
+        raise ValueError(f"{name}: {value!r} is not a number{'' if name in _NOT_SECONDS else ' of seconds'}")
     return float(value)
 
 
