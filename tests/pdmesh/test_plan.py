@@ -21,6 +21,7 @@ from pdmesh.planner.plan import EFFORTS, Effort, NoPlan, closest, goals_of, make
 from pdmesh.planner.search import Judge, shapes_of
 from pdmesh.planner.traffic import Traffic
 from pdmesh.planner.trial import simulate
+from pdmesh.planning.latency_model import NO_DRAFTS, Drafts
 from pdmesh.planning.roofline import Roofline
 from pdmesh.simulator.arrivals import Arrival
 from tests.pdmesh.planned import H100, KIND, config, task, traffic
@@ -199,6 +200,17 @@ def test_measured_kinds_keep_their_limits() -> None:
         measured_kinds(LARGE, Limitation((2,)))
     with pytest.raises(ValueError, match="max_num_seqs: must be below"):
         measured_kinds(LARGE, Limitation((), (600,)))
+
+
+def test_kinds_that_draft_have_the_batches_that_it_allows() -> None:
+    drafts, of = Drafts(3.0, 3.5), config(rate="12/s")
+    goals = goals_of(500, 8, 0.95, of.mesh())
+    plain, drafting = (
+        roofline_kinds(H100, Limitation((1,), drafts=each), 0.85, 8192, traffic(of), goals)[0] for each in (NO_DRAFTS, drafts)
+    )
+    assert max(kind.spec.max_num_seqs for kind in drafting) > max(kind.spec.max_num_seqs for kind in plain)
+    assert {kind.spec.drafts for kind in drafting} == {kind.worker.drafts for kind in drafting} == {drafts}
+    assert [kind.spec.drafts for kind in measured_kinds(LARGE, Limitation(drafts=drafts))] == [drafts]
 
 
 def test_the_floor_is_a_request_alone() -> None:
