@@ -71,12 +71,24 @@ async def test_engines_have_cores_of_their_own(tiny: Path) -> None:
 async def test_a_prompt_computes_on_the_core_of_the_worker_that_has_nothing_to_do(tiny: Path) -> None:
     prompts = [oracle.prompt_of(seed, 400) for seed in range(50, 58)]
     async with LocalMesh(LocalMeshConfig(model=str(tiny), port=0, num_threads=1, metrics_port=0)) as mesh:
+        names = ("prefill-0", "decode-0")
+
+        async def shared() -> tuple[list[float], list[float]]:
+            """Lent by each, and borrowed by the other."""
+            lent, borrowed = [[await core_seconds(mesh, name, way) for name in names] for way in ("lent", "borrowed")]
+            return lent, borrowed[::-1]
+
+        before = await shared()  # who starts first takes a core whose worker is not there yet, and has borrowed it of nobody
         async with AsyncClient(mesh.router_addresses) as client:
             answers = [await client.generate(each, temperature=0, max_tokens=2, mode="remote", timeout=60) for each in prompts]
-        names = ("prefill-0", "decode-0")
-        lent, borrowed = [[await core_seconds(mesh, name, way) for name in names] for way in ("lent", "borrowed")]
-        assert lent == borrowed[::-1], "what one of two has lent, the other has borrowed"
-        assert sum(lent) > 0
+        for _ in range(50):  # pages of metrics are a moment old
+            lent, borrowed = (
+                [now - then for now, then in zip(*each, strict=True)] for each in zip(await shared(), before, strict=True)
+            )
+            if sum(lent) > 0 and lent == pytest.approx(borrowed, abs=1e-6):
+                break
+            await asyncio.sleep(0.2)
+        assert sum(lent) > 0 and lent == pytest.approx(borrowed, abs=1e-6), "what one of two has lent, the other has borrowed"
         table, slots = mesh.config.core_table, slots_in(mesh.config.core_table)
     assert all(is_owned for is_owned, *_ in slots), "each worker has a slot"
     assert sum(times_borrowed for *_, times_borrowed in slots) > 0

@@ -160,6 +160,7 @@ def up(environment: Path, crowded: Path, tmp_path: Path) -> Iterator[UpCommand]:
     with UpCommand((str(environment / "pdmesh"),), cwd=crowded, folder=tmp_path, env=clean()) as mesh:
         mesh.wait_listening()
         yield mesh
+        mesh.wait_ready()
         assert mesh.end(signal.SIGINT) == 0
         assert mesh.leftovers() == []
 

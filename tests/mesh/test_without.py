@@ -41,6 +41,7 @@ def test_it_answers_and_leaves_nothing(tmp_path: Path) -> None:
         answer = mesh.answer("What is the capital of France?")
         assert "Paris" in answer
         assert len(mesh.pids()) >= 9  # launcher, Redis, router and two workers, and what watches over each
+        mesh.wait_ready()
         assert mesh.end(signal.SIGINT) == 0
         assert mesh.leftovers() == []
     assert not [name for name in shared_memory_names() - segments if "pdmesh" in name]

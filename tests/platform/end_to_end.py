@@ -68,6 +68,7 @@ def run(missing: str, **variables: str) -> Run:
         try:
             mesh.wait_listening()
             answers, modes = _answers(mesh)
+            mesh.wait_ready()
             num_processes = len(mesh.pids())
             if (code := mesh.end(signal.SIGINT)) != 0:
                 raise Failed(f"it ended with {code}")

@@ -16,6 +16,8 @@ from typing import Self
 LIMIT_S = 150.0
 END_S = 60.0
 GONE_S = 10.0
+READY = "in another terminal: export "
+"""What `pdmesh up` prints when everything has started."""
 MARK = "TESTED_UP"
 """In the environment of every process of the mesh."""
 
@@ -84,6 +86,15 @@ class UpCommand:
                     return
             time.sleep(0.2)
         raise AssertionError(f"no router listens: {self.output}")
+
+    def wait_ready(self) -> None:
+        """Wait until all of it has started: stopped before that, it ends with another code, though a worker may answer already."""
+        ends = time.monotonic() + LIMIT_S
+        while time.monotonic() < ends and self.process.poll() is None:
+            if READY in self.output:
+                return
+            time.sleep(0.1)
+        raise AssertionError(f"it does not start: {self.output}")
 
     def run(self, *arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
         """Run another command of the program against the mesh, with `text` as its standard input."""
