@@ -88,7 +88,7 @@ class UpCommand:
         raise AssertionError(f"no router listens: {self.output}")
 
     def wait_ready(self) -> None:
-        """Wait until all of it has started: stopped before that, it ends with another code, though a worker may answer already."""
+        """Wait until all of it has started: stopped before that it ends with another code, though a worker may answer by then."""
         ends = time.monotonic() + LIMIT_S
         while time.monotonic() < ends and self.process.poll() is None:
             if READY in self.output:
