@@ -78,7 +78,7 @@ async def test_a_prompt_computes_on_the_core_of_the_worker_that_has_nothing_to_d
             lent, borrowed = [[await core_seconds(mesh, name, way) for name in names] for way in ("lent", "borrowed")]
             return lent, borrowed[::-1]
 
-        before = await shared()  # who starts first takes a core whose worker is not there yet, and has borrowed it of nobody
+        before = await shared()  # a worker that starts first borrows cores of one that is not there yet to have lent them
         async with AsyncClient(mesh.router_addresses) as client:
             answers = [await client.generate(each, temperature=0, max_tokens=2, mode="remote", timeout=60) for each in prompts]
         for _ in range(50):  # pages of metrics are a moment old

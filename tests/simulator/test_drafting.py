@@ -16,7 +16,7 @@ from tests.simulator.specs import LARGE, SPEED
 from tests.simulator.test_worker import Recorder
 
 DRAFTS = Drafts(1.6, 2.5)
-DRAFTING = replace(LARGE, tokens_per_row=1.6, computed_per_row=2.5)
+DRAFTING = replace(LARGE, tokens_per_row=DRAFTS.tokens_per_row, computed_per_row=DRAFTS.computed_per_row)
 NUM_OUT = 400
 LONG = Job(0.01, 8000, 1, is_prefill=True)
 
@@ -106,6 +106,6 @@ def test_a_file_says_what_drafts_bring() -> None:
     with pytest.raises(ValueError, match=r"^tokens_per_row: "):
         spec_of({**table, "tokens_per_row": 0.5})
     with pytest.raises(ValueError, match=r"^computed_per_row: "):
-        spec_of({**table, "tokens_per_row": 1e6**0.1})
+        spec_of({**table, "tokens_per_row": 4.0})
     with pytest.raises(ValueError, match=r"^computed_per_row: "):
         spec_of({**table, "computed_per_row": "two"})

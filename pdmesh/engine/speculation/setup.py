@@ -6,6 +6,7 @@ import logging
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from pdmesh.engine.config import EngineConfig, named_proposers
@@ -108,18 +109,23 @@ def names_for(config: EngineConfig, loaded: LoadedModel) -> tuple[str, ...]:
     if config.speculation == AUTO and not (config.names_drafts or isinstance(loaded.model, NativeModel)):
         return ()
     names = proposer_names(config)
-    if "heads" in names and config.speculation == AUTO and not config.draft_heads and (why := _why_unfit(config, loaded)):
-        logger.warning("draft_heads: %s lies beside the model and is not used: %s", heads_path(config), why)
-        return tuple(name for name in names if name != "heads")
+    if "heads" in names and config.speculation == AUTO and not config.draft_heads:
+        path, sizes = given_heads(config), (loaded.config.hidden_size, loaded.config.vocab_size)
+        if not _fit(path, path.stat().st_mtime_ns, *sizes):
+            return tuple(name for name in names if name != "heads")
     return names
 
 
-def _why_unfit(config: EngineConfig, loaded: LoadedModel) -> str:
-    """Return why the heads beside the model cannot be used; empty if they can."""
+@lru_cache(maxsize=8)
+def _fit(path: Path, changed_ns: int, hidden_size: int, vocab_size: int) -> bool:
+    """Return whether the heads beside a model, as last changed then, can be used for these sizes; warn once if not."""
     try:
-        return load_heads(given_heads(config)).why_not(loaded.config.hidden_size, loaded.config.vocab_size) or ""
+        why = load_heads(path).why_not(hidden_size, vocab_size)
     except (OSError, ValueError) as error:
-        return str(error)
+        why = str(error)
+    if why:
+        logger.warning("draft_heads: %s lies beside the model and is not used: %s", path, why)
+    return not why
 
 
 def proposer_names(config: EngineConfig) -> tuple[str, ...]:

@@ -199,8 +199,8 @@ class Drafting:
         return decode_s + self.latest.added_s(speed, num_rows)
 
     def unused_s(self, speed: LatencyModel, num_rows: int, num_tokens: int) -> float:
-        """Return the part of that time which a step with `num_tokens` of each row does not take: drafts cost by what they bring,
-        since the rows that a step holds here end in none of its drafts, and the engine's others go on when one ends."""
+        """Return the part of that time which a step with `num_tokens` of each row does not take: here drafts cost by what they
+        bring. All rows get equally many tokens, so one that ends cuts those of the others, too, which in an engine go on."""
         per_row = self.latest.tokens_per_row
         return self.latest.added_s(speed, num_rows) * (1 - (num_tokens - 1) / (per_row - 1)) if per_row > 1 else 0.0
 
@@ -250,7 +250,7 @@ class Pace(NamedTuple):
 
 
 class Paces:
-    """Hold rows by objective; those without one are not kept. `tokens_per_step` is what each gets from one lately."""
+    """Hold rows by objective; those without one are not kept. A step gives each row `tokens_per_step` lately."""
 
     def __init__(self) -> None:
         self.tokens_per_step = 1.0
