@@ -26,7 +26,7 @@ from pdmesh.loadtest.workload import PlannedSession, Segment, TrafficClass, Work
 class Shape:
     """Processes and how the router decides. `mode`: forced on every request ("local": nothing is separated); empty: the policy
     chooses. Each worker's engine gets cores of its own, as many as there are for each, and with `lend_cores` others' idle ones.
-    `kv_memory_mb` of each worker."""
+    `kv_memory_mb` of each worker. `speculates`: as the engine does by default; else one token of a sequence in each step."""
 
     key: str
     name: str
@@ -41,8 +41,10 @@ class Shape:
     router_args: tuple[str, ...] = ()
     restart: bool = True
     lend_cores: bool = True
+    speculates: bool = False
 
     def config(self, options: Options) -> LocalMeshConfig:
+        plain = () if self.speculates else PLAIN_FLAGS
         return LocalMeshConfig(
             model=str(options.model),
             model_name=MODEL,
@@ -55,7 +57,7 @@ class Shape:
             lend_cores=self.lend_cores,
             restart=self.restart,
             log_dir=str(options.folder / "logs" / self.key),
-            worker_args=("--kv-memory-mb", str(self.kv_memory_mb), *PLAIN_FLAGS, *self.worker_args),
+            worker_args=("--kv-memory-mb", str(self.kv_memory_mb), *plain, *self.worker_args),
             router_args=("--policy", self.policy, *self.router_args),
         )
 
