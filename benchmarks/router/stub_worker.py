@@ -170,7 +170,7 @@ class StubControl(worker_pb2_grpc.WorkerControlServicer):
     address: str = ""
 
     LoadAdapter = UnloadAdapter = ListAdapters = ReleaseRetained = SendBlocks = WatchBlocks = WarmPrefix = None  # type: ignore[assignment]
-    UpdateWeights = SetServing = SendWeights = None  # type: ignore[assignment]
+    UpdateWeights = SetServing = SendWeights = ReadWeights = None  # type: ignore[assignment]
 
     async def GetInfo(self, request: worker_pb2.GetInfoRequest, context: object) -> worker_pb2.WorkerInfo:
         """The same for both, but for name and role."""

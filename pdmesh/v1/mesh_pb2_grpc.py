@@ -236,8 +236,8 @@ class MeshServicer:
 
     def SendWeights(self, request_iterator, context):
         """SendWeights is UpdateWeights for a client that shares no folder with the workers: the files of the weights come in the stream, and
-        every worker of the model gets them while they come; one that comes later keeps its own. INVALID_ARGUMENT names the field. Else as
-        UpdateWeights.
+        every worker of the model gets them while they come; one that comes later gets them from another one. INVALID_ARGUMENT names the field.
+        Else as UpdateWeights.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -92,8 +92,8 @@ class MeshStub:
     """
     SendWeights: _grpc.StreamUnaryMultiCallable[_worker_pb2.SendWeightsRequest, _mesh_pb2.MeshUpdateWeightsResponse]
     """SendWeights is UpdateWeights for a client that shares no folder with the workers: the files of the weights come in the stream, and
-    every worker of the model gets them while they come; one that comes later keeps its own. INVALID_ARGUMENT names the field. Else as
-    UpdateWeights.
+    every worker of the model gets them while they come; one that comes later gets them from another one. INVALID_ARGUMENT names the field.
+    Else as UpdateWeights.
     """
 
 @_typing.type_check_only
@@ -159,8 +159,8 @@ class MeshAsyncStub(MeshStub):
     """
     SendWeights: _aio.StreamUnaryMultiCallable[_worker_pb2.SendWeightsRequest, _mesh_pb2.MeshUpdateWeightsResponse]  # type: ignore[assignment]
     """SendWeights is UpdateWeights for a client that shares no folder with the workers: the files of the weights come in the stream, and
-    every worker of the model gets them while they come; one that comes later keeps its own. INVALID_ARGUMENT names the field. Else as
-    UpdateWeights.
+    every worker of the model gets them while they come; one that comes later gets them from another one. INVALID_ARGUMENT names the field.
+    Else as UpdateWeights.
     """
 
 class MeshServicer(metaclass=_abc_1.ABCMeta):
@@ -313,8 +313,8 @@ class MeshServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_mesh_pb2.MeshUpdateWeightsResponse, _abc.Awaitable[_mesh_pb2.MeshUpdateWeightsResponse]]:
         """SendWeights is UpdateWeights for a client that shares no folder with the workers: the files of the weights come in the stream, and
-        every worker of the model gets them while they come; one that comes later keeps its own. INVALID_ARGUMENT names the field. Else as
-        UpdateWeights.
+        every worker of the model gets them while they come; one that comes later gets them from another one. INVALID_ARGUMENT names the field.
+        Else as UpdateWeights.
         """
 
 def add_MeshServicer_to_server(servicer: MeshServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -149,6 +149,52 @@ REACH_SCOPE_EVERYWHERE: ReachScope.ValueType  # 3
 Global___ReachScope: _TypeAlias = ReachScope  # noqa: Y015
 
 @_typing.final
+class ReadWeightsRequest(_message.Message):
+    """ReadWeightsRequest names the weights."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WEIGHTS_HASH_FIELD_NUMBER: _builtins.int
+    weights_hash: _builtins.str
+    """weights_hash that the worker computes with."""
+    def __init__(
+        self,
+        *,
+        weights_hash: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["weights_hash", b"weights_hash"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadWeightsRequest: _TypeAlias = ReadWeightsRequest  # noqa: Y015
+
+@_typing.final
+class ReadWeightsResponse(_message.Message):
+    """ReadWeightsResponse is a piece of the files."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PIECE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def piece(self) -> Global___SendWeightsRequest:
+        """piece as SendWeights takes it."""
+
+    def __init__(
+        self,
+        *,
+        piece: Global___SendWeightsRequest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["piece", b"piece"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["piece", b"piece"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadWeightsResponse: _TypeAlias = ReadWeightsResponse  # noqa: Y015
+
+@_typing.final
 class SendWeightsRequest(_message.Message):
     """SendWeightsRequest is a piece of the files, which come one after the other."""
 
@@ -267,16 +313,22 @@ class UpdateWeightsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     FOLDER_FIELD_NUMBER: _builtins.int
+    SENT_HASH_FIELD_NUMBER: _builtins.int
     folder: _builtins.str
-    """folder or .gguf file, as this worker sees it."""
+    """folder or .gguf file, as this worker sees it. Empty with sent_hash."""
+    sent_hash: _builtins.str
+    """sent_hash is the weights_hash of weights that SendWeights brought to a worker of this machine: they are read from the files that are
+    kept of them. NOT_FOUND: none are. Empty with folder.
+    """
     def __init__(
         self,
         *,
         folder: _builtins.str = ...,
+        sent_hash: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder", "sent_hash", b"sent_hash"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -111,6 +111,11 @@ class WorkerControlStub:
                 request_serializer=pdmesh_dot_v1_dot_worker__pb2.SendWeightsRequest.SerializeToString,
                 response_deserializer=pdmesh_dot_v1_dot_worker__pb2.UpdateWeightsResponse.FromString,
                 _registered_method=True)
+        self.ReadWeights = channel.unary_stream(
+                '/pdmesh.v1.WorkerControl/ReadWeights',
+                request_serializer=pdmesh_dot_v1_dot_worker__pb2.ReadWeightsRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_worker__pb2.ReadWeightsResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerControlServicer:
@@ -239,6 +244,14 @@ class WorkerControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadWeights(self, request, context):
+        """ReadWeights gives the files that SendWeights brought, for a worker that comes later: what it takes is what comes here. They are kept
+        while the worker computes with these weights. NOT_FOUND: it computes with others, or has read these from a folder.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -316,6 +329,11 @@ def add_WorkerControlServicer_to_server(servicer, server):
                     servicer.SendWeights,
                     request_deserializer=pdmesh_dot_v1_dot_worker__pb2.SendWeightsRequest.FromString,
                     response_serializer=pdmesh_dot_v1_dot_worker__pb2.UpdateWeightsResponse.SerializeToString,
+            ),
+            'ReadWeights': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadWeights,
+                    request_deserializer=pdmesh_dot_v1_dot_worker__pb2.ReadWeightsRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_worker__pb2.ReadWeightsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -724,6 +742,33 @@ class WorkerControl:
             '/pdmesh.v1.WorkerControl/SendWeights',
             pdmesh_dot_v1_dot_worker__pb2.SendWeightsRequest.SerializeToString,
             pdmesh_dot_v1_dot_worker__pb2.UpdateWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pdmesh.v1.WorkerControl/ReadWeights',
+            pdmesh_dot_v1_dot_worker__pb2.ReadWeightsRequest.SerializeToString,
+            pdmesh_dot_v1_dot_worker__pb2.ReadWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -90,6 +90,10 @@ class WorkerControlStub:
     config.json and the tokenizer stay those of the worker's model. INVALID_ARGUMENT names the field (sha256: they have not arrived as
     they were sent); RESOURCE_EXHAUSTED: its disk has no room for them. Else as UpdateWeights.
     """
+    ReadWeights: _grpc.UnaryStreamMultiCallable[_worker_pb2.ReadWeightsRequest, _worker_pb2.ReadWeightsResponse]
+    """ReadWeights gives the files that SendWeights brought, for a worker that comes later: what it takes is what comes here. They are kept
+    while the worker computes with these weights. NOT_FOUND: it computes with others, or has read these from a folder.
+    """
 
 @_typing.type_check_only
 class WorkerControlAsyncStub(WorkerControlStub):
@@ -151,6 +155,10 @@ class WorkerControlAsyncStub(WorkerControlStub):
     """SendWeights is UpdateWeights for a caller that shares no folder with the worker: the files of the weights come in the stream, and
     config.json and the tokenizer stay those of the worker's model. INVALID_ARGUMENT names the field (sha256: they have not arrived as
     they were sent); RESOURCE_EXHAUSTED: its disk has no room for them. Else as UpdateWeights.
+    """
+    ReadWeights: _aio.UnaryStreamMultiCallable[_worker_pb2.ReadWeightsRequest, _worker_pb2.ReadWeightsResponse]  # type: ignore[assignment]
+    """ReadWeights gives the files that SendWeights brought, for a worker that comes later: what it takes is what comes here. They are kept
+    while the worker computes with these weights. NOT_FOUND: it computes with others, or has read these from a folder.
     """
 
 class WorkerControlServicer(metaclass=_abc_1.ABCMeta):
@@ -300,6 +308,16 @@ class WorkerControlServicer(metaclass=_abc_1.ABCMeta):
         """SendWeights is UpdateWeights for a caller that shares no folder with the worker: the files of the weights come in the stream, and
         config.json and the tokenizer stay those of the worker's model. INVALID_ARGUMENT names the field (sha256: they have not arrived as
         they were sent); RESOURCE_EXHAUSTED: its disk has no room for them. Else as UpdateWeights.
+        """
+
+    @_abc_1.abstractmethod
+    def ReadWeights(
+        self,
+        request: _worker_pb2.ReadWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.ReadWeightsResponse], _abc.AsyncIterator[_worker_pb2.ReadWeightsResponse]]:
+        """ReadWeights gives the files that SendWeights brought, for a worker that comes later: what it takes is what comes here. They are kept
+        while the worker computes with these weights. NOT_FOUND: it computes with others, or has read these from a folder.
         """
 
 def add_WorkerControlServicer_to_server(servicer: WorkerControlServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -161,6 +161,7 @@ class Worker:
             adapters=self.adapters,
             update_weights=self._weights.update,
             send_weights=self._weights.receive,
+            read_weights=self._weights.read,
             set_serving=self.serving.set,
         )
         add_decode = decode_pb2_grpc.add_DecodeServiceServicer_to_server
@@ -220,6 +221,7 @@ class Worker:
             self.tiers.close()
         await self.engine.stop()
         self.engine.close()
+        await self._weights.close()
         await self.metrics.stop()
         self._step_spans.flush()
         await asyncio.to_thread(self.tracing.close)

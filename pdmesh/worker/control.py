@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from pdmesh.runtime.errors import InvalidArgument
@@ -60,7 +61,7 @@ class RoleChanges:
 
 class ControlServicer(WorkerControlServicer):
     """Serve GetInfo, Watch, SetRoles, ListBlocks, WatchBlocks, KeepTraces, ReleaseRetained, SendBlocks, WarmPrefix, SetServing,
-    and the loading of adapters and of weights."""
+    and what loads adapters and weights, and passes weights on."""
 
     def __init__(
         self,
@@ -76,8 +77,9 @@ class ControlServicer(WorkerControlServicer):
         send_blocks: Callable[[worker_pb2.SendBlocksRequest], Awaitable[worker_pb2.SendBlocksResponse]],
         warm_prefix: Callable[[worker_pb2.WarmPrefixRequest], Awaitable[worker_pb2.WarmPrefixResponse]],
         adapters: WorkerAdapters,
-        update_weights: Callable[[str], Awaitable[worker_pb2.UpdateWeightsResponse]],
+        update_weights: Callable[[worker_pb2.UpdateWeightsRequest], Awaitable[worker_pb2.UpdateWeightsResponse]],
         send_weights: Callable[[AsyncIterator[worker_pb2.SendWeightsRequest]], Awaitable[worker_pb2.UpdateWeightsResponse]],
+        read_weights: Callable[[str], AsyncGenerator[worker_pb2.ReadWeightsResponse, None]],
         set_serving: Callable[[worker_pb2.SetServingRequest], Awaitable[worker_pb2.SetServingResponse]],
     ) -> None:
         """Create the servicer. `set_roles(roles, drain_timeout_s)` returns when removed roles have no work left;
@@ -95,6 +97,7 @@ class ControlServicer(WorkerControlServicer):
         self._adapters = adapters
         self._update_weights = update_weights
         self._send_weights = send_weights
+        self._read_weights = read_weights
         self._set_serving = set_serving
 
     async def GetInfo(self, request: worker_pb2.GetInfoRequest, context: _ServicerContext) -> worker_pb2.WorkerInfo:
@@ -165,9 +168,7 @@ class ControlServicer(WorkerControlServicer):
     async def UpdateWeights(
         self, request: worker_pb2.UpdateWeightsRequest, context: _ServicerContext
     ) -> worker_pb2.UpdateWeightsResponse:
-        if not request.folder:
-            raise InvalidArgument("folder", "empty; give the folder of the weights, as this worker sees it")
-        return await self._update_weights(request.folder)
+        return await self._update_weights(request)
 
     async def SetServing(self, request: worker_pb2.SetServingRequest, context: _ServicerContext) -> worker_pb2.SetServingResponse:
         return await self._set_serving(request)
@@ -176,3 +177,10 @@ class ControlServicer(WorkerControlServicer):
         self, request_iterator: _MaybeAsyncIterator[worker_pb2.SendWeightsRequest], context: _ServicerContext
     ) -> worker_pb2.UpdateWeightsResponse:
         return await self._send_weights(request_iterator)
+
+    async def ReadWeights(
+        self, request: worker_pb2.ReadWeightsRequest, context: _ServicerContext
+    ) -> AsyncIterator[worker_pb2.ReadWeightsResponse]:
+        async with aclosing(self._read_weights(request.weights_hash)) as messages:
+            async for message in messages:
+                yield message

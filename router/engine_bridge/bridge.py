@@ -172,6 +172,11 @@ class EngineBridge(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.Worker
     ) -> worker_pb2.UpdateWeightsResponse:
         raise Unimplemented(_STOCK)
 
+    def ReadWeights(
+        self, request: worker_pb2.ReadWeightsRequest, context: _ControlContext
+    ) -> AsyncIterator[worker_pb2.ReadWeightsResponse]:
+        raise Unimplemented(_STOCK)
+
     async def SetServing(self, request: worker_pb2.SetServingRequest, context: _ControlContext) -> worker_pb2.SetServingResponse:
         raise Unimplemented(_STOCK)
 

@@ -98,7 +98,7 @@ class ToldWorker(worker_pb2_grpc.WorkerControlServicer):
     Watch = ListBlocks = KeepTraces = None  # type: ignore[assignment]
 
     LoadAdapter = UnloadAdapter = ListAdapters = ReleaseRetained = SendBlocks = WatchBlocks = WarmPrefix = None  # type: ignore[assignment]
-    UpdateWeights = SetServing = SendWeights = None  # type: ignore[assignment]
+    UpdateWeights = SetServing = SendWeights = ReadWeights = None  # type: ignore[assignment]
 
     async def GetInfo(self, request: worker_pb2.GetInfoRequest, context: object) -> worker_pb2.WorkerInfo:
         return self.info

@@ -62,7 +62,7 @@ ROUTER_METHODS = (
     "pdmesh.v1.Mesh.SetServing",
     "pdmesh.v1.Mesh.SendWeights",
 )
-_LATER_OF_WORKER = "SendBlocks WatchBlocks WarmPrefix UpdateWeights SetServing SendWeights"
+_LATER_OF_WORKER = "SendBlocks WatchBlocks WarmPrefix UpdateWeights SetServing SendWeights ReadWeights"
 WORKER_METHODS = (*_FIRST_OF_WORKER, *_names({"pdmesh.v1.WorkerControl": _LATER_OF_WORKER}))
 """Methods, in the order of their numbers in kept inputs: new ones come last. A run finds one that is missing."""
 

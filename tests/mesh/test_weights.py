@@ -14,6 +14,7 @@ import pytest
 import pytest_asyncio
 
 from pdmesh.client.client import AsyncClient, Client
+from pdmesh.engine.loader.hash import cache_folder
 from pdmesh.errors import MeshError
 from pdmesh.launcher.mesh import LocalMesh
 from pdmesh.launcher.plan import LocalMeshConfig
@@ -211,7 +212,8 @@ async def restarted(mesh: LocalMesh, name: str) -> None:
 
 
 async def test_a_worker_that_is_started_again_has_the_present_weights(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    """Whichever router is asked first. What is not there any more, and what was sent, it cannot have: it serves with its own."""
+    """Whichever router is asked first, and what was sent as well. What is not there any more it cannot have: it serves with its
+    own."""
     config = LocalMeshConfig(
         model=str(folders[0]), model_name="tiny", num_prefill=0, num_decode=0, num_both=1, num_routers=2, port=0, num_threads=1
     )
@@ -234,6 +236,30 @@ async def test_a_worker_that_is_started_again_has_the_present_weights(folders: t
         assert await answers(clients[0]) == first
         await clients[0].send_weights(folders[1], timeout=60)
         assert await answers(clients[1]) == second
-        await restarted(mesh, "worker-0")
-        assert await answers(clients[1]) == first
+        mesh.kill("worker-0", signal.SIGKILL)
+        assert await asyncio.gather(*map(answers, clients)) == [second] * 2, "not one request came before what was sent"
         await assert_whole(mesh)
+
+
+async def test_a_worker_of_another_machine_gets_from_its_peer_what_was_sent(
+    folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another machine: another cache, but for the kernels, which take minutes to compile."""
+    caches, kernels = (tmp_path / "one", tmp_path / "other"), (cache_folder() / "kernels").absolute()
+    for cache in caches:
+        cache.mkdir()
+        (cache / "kernels").symlink_to(kernels)
+    monkeypatch.setenv("PDMESH_CACHE", str(caches[0]))
+    config = LocalMeshConfig(
+        model=str(folders[0]), model_name="tiny", num_prefill=0, num_decode=0, num_both=2, num_routers=2, port=0, num_threads=1
+    )
+    async with LocalMesh(config) as mesh, AsyncClient(mesh.router_addresses) as client:
+        await client.send_weights(folders[1], timeout=60)
+        expected = await answers(client)
+        monkeypatch.setenv("PDMESH_CACHE", str(caches[1]))
+        await restarted(mesh, "worker-1")
+        assert await answers(client) == expected
+        mesh.kill("worker-0", signal.SIGKILL)
+        assert await answers(client) == expected
+        await assert_whole(mesh)
+    assert not list((caches[1] / "received").iterdir())

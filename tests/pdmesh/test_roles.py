@@ -25,7 +25,7 @@ class FakeWorker(WorkerControlServicer):
     """Has roles, and takes others."""
 
     LoadAdapter = UnloadAdapter = ListAdapters = ReleaseRetained = SendBlocks = WatchBlocks = WarmPrefix = None  # type: ignore[assignment]
-    UpdateWeights = SetServing = SendWeights = None  # type: ignore[assignment]
+    UpdateWeights = SetServing = SendWeights = ReadWeights = None  # type: ignore[assignment]
 
     def __init__(self, worker_id: str, epoch: int) -> None:
         self.info = WorkerInfo(worker_id=worker_id, epoch=epoch, roles=[ROLE_DECODE], identity=common_pb2.Identity(model="fake"))

@@ -86,7 +86,7 @@ class StubWorker(StubPrefill, decode_pb2_grpc.DecodeServiceServicer, worker_pb2_
     kept: list[bytes] = field(default_factory=list)
 
     LoadAdapter = UnloadAdapter = ListAdapters = SendBlocks = WatchBlocks = WarmPrefix = None  # type: ignore[assignment]
-    UpdateWeights = SetServing = SendWeights = None  # type: ignore[assignment]
+    UpdateWeights = SetServing = SendWeights = ReadWeights = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         super().__init__()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from pdmesh.runtime.errors import InvalidArgument, Unavailable
+from pdmesh.runtime.errors import InvalidArgument, NotFound, Unavailable
 from pdmesh.runtime.registry import shared_settings
 from pdmesh.runtime.registry.redis_server import EmbeddedRedis
 from pdmesh.v1 import mesh_pb2, worker_pb2
@@ -26,13 +26,18 @@ STARTED_WITH, NEW = "w", "new"
 
 
 class Loading(StubWorker):
-    """A stub whose weights are called as the folder that they were loaded from. It loads when `may_load` is set."""
+    """A stub whose weights are called as the folder that they were loaded from, or as the data that was sent. It loads when
+    `may_load` is set. Its machine keeps what is called `keeps`; it passes its weights on, `num_given` pieces of one letter."""
 
     weights_hash: str = STARTED_WITH
+    keeps: str = ""
+    num_given: int = 99
+    num_read: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.folders: list[str] = []
+        self.sent: list[str] = []
         self.may_load = asyncio.Event()
         self.fails = 0
 
@@ -44,6 +49,11 @@ class Loading(StubWorker):
     async def UpdateWeights(  # type: ignore[override]
         self, request: worker_pb2.UpdateWeightsRequest, context: object
     ) -> worker_pb2.UpdateWeightsResponse:
+        if request.sent_hash:
+            if request.sent_hash != self.keeps:
+                raise NotFound("this machine keeps no files of these weights")
+            self.weights_hash = request.sent_hash
+            return worker_pb2.UpdateWeightsResponse(identity=self.info().identity, is_new=True)
         self.folders.append(request.folder)
         await self.may_load.wait()
         if self.fails:
@@ -54,11 +64,36 @@ class Loading(StubWorker):
         self.weights_hash = request.folder
         return worker_pb2.UpdateWeightsResponse(identity=self.info().identity, is_new=True)
 
+    async def SendWeights(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[worker_pb2.SendWeightsRequest], context: object
+    ) -> worker_pb2.UpdateWeightsResponse:
+        received = [message async for message in request_iterator]
+        self.sent.append(b"".join(message.data for message in received).decode())
+        await self.may_load.wait()
+        if not received or not received[-1].sha256:
+            raise InvalidArgument("sha256", "is missing")
+        self.weights_hash = self.sent[-1]
+        return worker_pb2.UpdateWeightsResponse(identity=self.info().identity, is_new=True)
+
+    async def ReadWeights(  # type: ignore[override]
+        self, request: worker_pb2.ReadWeightsRequest, context: object
+    ) -> AsyncIterator[worker_pb2.ReadWeightsResponse]:
+        self.num_read += 1
+        if request.weights_hash != self.weights_hash:
+            raise NotFound("this worker keeps no files of these weights")
+        for number, letter in enumerate(self.weights_hash):
+            if number == self.num_given:
+                raise Unavailable("the disk is gone")
+            yield worker_pb2.ReadWeightsResponse(piece=worker_pb2.SendWeightsRequest(data=letter.encode()))
+        yield worker_pb2.ReadWeightsResponse(piece=worker_pb2.SendWeightsRequest(sha256=b"of all"))
+
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "AGAIN_AFTER_S", 0.1)
     monkeypatch.setattr(weights, "ASLEEP_PERIOD_S", 0.1)
+    monkeypatch.setattr(weights, "SOURCE_PERIOD_S", 0.1)
+    monkeypatch.setattr(weights, "SOURCE_WAIT_S", 0.5)
     monkeypatch.setattr(shared_settings, "PERIOD_S", 0.1)
 
 
@@ -96,6 +131,11 @@ async def restarted(old: StubWorker, weights_hash: str = STARTED_WITH, *, servin
 
 async def update(mesh: Mesh, folder: str = NEW) -> mesh_pb2.MeshUpdateWeightsResponse:
     return await mesh.stub.UpdateWeights(mesh_pb2.MeshUpdateWeightsRequest(model="tiny", folder=folder))
+
+
+async def send(mesh: Mesh, name: str = NEW) -> mesh_pb2.MeshUpdateWeightsResponse:
+    pieces = (worker_pb2.SendWeightsRequest(data=name.encode()), worker_pb2.SendWeightsRequest(sha256=b"of all"))
+    return await mesh.stub.SendWeights(iter(pieces))
 
 
 async def answers(mesh: Mesh) -> bool:
@@ -159,6 +199,80 @@ async def test_a_worker_that_cannot_load_them_at_all_keeps_its_own(model_folder:
         assert first.folders == ["gone"]
     await first.kill()
     await other.close()
+
+
+async def test_what_was_sent_comes_from_the_machine_of_the_worker(model_folder: Path) -> None:
+    first, second = await started("w0"), await started("w1")
+    async with mesh_of(model_folder, first, second) as mesh:
+        await send(mesh)
+        new = Loading(first.name, BOTH, port=first.port)
+        new.keeps = NEW
+        await first.kill()
+        await new.start()
+        await eventually(lambda: new.weights_hash == NEW)
+        assert await answers(mesh)
+        assert (new.sent, second.num_read) == ([], 0)
+    await new.kill()
+    await second.kill()
+
+
+async def test_what_was_sent_is_passed_on_by_another_worker(model_folder: Path) -> None:
+    first, second = await started("w0"), await started("w1")
+    async with mesh_of(model_folder, first, second) as mesh:
+        await send(mesh)
+        await send(mesh, "newer")
+        new = await restarted(first)
+        await eventually(lambda: new.sent == ["newer"])
+        assert all(await asyncio.gather(*(answers(mesh) for _ in range(4))))
+        assert not new.submits, "it got a request before it had the weights"
+        new.may_load.set()
+        await eventually(lambda: new.weights_hash == "newer")
+        await eventually(lambda: not mesh.router.core.fleet.workers[new.address].is_held)
+        await second.kill()
+        assert await answers(mesh) and new.submits
+    await new.kill()
+
+
+@pytest.mark.parametrize("num_given", [0, 2])
+async def test_another_worker_passes_them_on_where_one_breaks_off(model_folder: Path, num_given: int) -> None:
+    workers = [await started(f"w{number}") for number in range(3)]
+    async with mesh_of(model_folder, *workers) as mesh:
+        await send(mesh)
+        workers[0].num_given = num_given
+        new = await restarted(workers[2])
+        new.may_load.set()
+        await eventually(lambda: new.weights_hash == NEW)
+        assert new.sent[-1] == NEW and set(new.sent[:-1]) <= {NEW[:num_given]}
+        assert await answers(mesh)
+    for worker in (*workers[:2], new):
+        await worker.kill()
+
+
+async def test_what_was_sent_and_is_nowhere_any_more_is_given_up(model_folder: Path) -> None:
+    first, second = await started("w0"), await started("w1")
+    async with mesh_of(model_folder, first, second) as mesh:
+        await send(mesh)
+        second.num_given = 1
+        new = await restarted(first)
+        new.may_load.set()
+        await eventually(lambda: bool(mesh.router.core.weights._given_up))
+        assert new.weights_hash == STARTED_WITH and set(new.sent) == {NEW[:1]}
+        await eventually(lambda: not mesh.router.core.fleet.workers[new.address].is_held)
+        assert await answers(mesh)
+    await new.kill()
+    await second.kill()
+
+
+async def test_a_worker_that_is_lost_while_it_passes_them_on_is_not_waited_for(model_folder: Path) -> None:
+    first, second = await started("w0"), await started("w1")
+    async with mesh_of(model_folder, first, second) as mesh:
+        await send(mesh)
+        new = await restarted(first)  # it takes all, and never says so
+        await eventually(lambda: new.sent == [NEW])
+        await second.kill()
+        await eventually(lambda: bool(mesh.router.core.weights._given_up))
+        assert await answers(mesh)
+    await new.kill()
 
 
 async def test_a_worker_that_sleeps_loads_them_when_it_wakes(model_folder: Path) -> None:

@@ -1,4 +1,5 @@
-"""Weights that come in a stream: what arrives is loaded, and what is wrong is named and leaves nothing behind."""
+"""Weights that come in a stream: what arrives is loaded, and what is wrong is named and leaves nothing behind. What is
+computed with is kept, for a worker that comes later."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
@@ -72,9 +74,116 @@ async def test_what_was_sent_is_computed_with(worker: Peer, other: Path) -> None
     await router.until_finished("r1")
     assert router.of("r1").output() == reference(there, token_request(PROMPT))[0]
     await router.detach()
-    assert left_behind() == []
+    assert [path.name for path in left_behind()] == [f"sent-{done.identity.weights_hash}"], "kept for a worker that comes later"
     again = await worker.control.SendWeights(iter(messages(other)))  # beside what else belongs to the first model
     assert not again.is_new
+
+
+@asynccontextmanager
+async def another_worker(folder: Path, worker_id: str = "later") -> AsyncIterator[Peer]:
+    engine: dict[str, object] = {"backend": "torch", "dtype": "float32"}
+    async with running_worker(load_tiny(folder), engine=engine, worker_id=worker_id) as peer:
+        yield peer
+
+
+async def read(peer: Peer, weights_hash: str) -> list[Sent]:
+    request = worker_pb2.ReadWeightsRequest(weights_hash=weights_hash)
+    return [message.piece async for message in peer.control.ReadWeights(request)]
+
+
+async def test_a_worker_that_comes_later_takes_what_the_first_one_reads_out(
+    worker: Peer, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On another machine, which has a cache of its own."""
+    done = await worker.control.SendWeights(iter(messages(other)))
+    pieces = await read(worker, done.identity.weights_hash)
+    assert pieces == messages(other)
+    monkeypatch.setenv("PDMESH_CACHE", str(tmp_path / "cache of another machine"))
+    async with another_worker(tmp_path / "present") as later:
+        taken = await later.control.SendWeights(iter(pieces))
+        assert taken.is_new and taken.identity == done.identity
+        assert await read(later, done.identity.weights_hash) == pieces
+    assert left_behind() == []
+
+
+async def test_files_are_kept_until_no_worker_of_the_machine_computes_with_them(
+    worker: Peer, other: Path, tmp_path: Path
+) -> None:
+    done = await worker.control.SendWeights(iter(messages(other)))
+    kept = left_behind()
+    async with another_worker(tmp_path / "present") as second, another_worker(tmp_path / "present", "third") as third:
+        await second.control.SendWeights(iter(messages(other)))
+        loaded = await third.control.UpdateWeights(worker_pb2.UpdateWeightsRequest(sent_hash=done.identity.weights_hash))
+        assert loaded.is_new and loaded.identity == done.identity
+        assert left_behind() == kept, "one copy is enough"
+        await worker.control.UpdateWeights(worker_pb2.UpdateWeightsRequest(folder=str(tmp_path / "present")))
+        assert left_behind() == kept, "two of them use it still"
+        with pytest.raises(grpc.aio.AioRpcError) as none:
+            await read(worker, done.identity.weights_hash)
+        assert none.value.code() is grpc.StatusCode.NOT_FOUND
+        assert await read(third, done.identity.weights_hash) == messages(other)
+    assert left_behind() == []
+
+
+async def test_what_is_read_out_stays_whole_when_the_weights_are_replaced(worker: Peer, other: Path, tmp_path: Path) -> None:
+    done = await worker.control.SendWeights(iter(messages(other)))
+    pieces = worker.worker._weights.read(done.identity.weights_hash)
+    got = [(await anext(pieces)).piece]
+    await worker.control.UpdateWeights(worker_pb2.UpdateWeightsRequest(folder=str(tmp_path / "present")))
+    assert left_behind(), "they are read"
+    got += [message.piece async for message in pieces]
+    assert got == messages(other)
+    assert left_behind() == []
+
+
+async def test_a_reader_that_leaves_holds_nothing(worker: Peer, other: Path, tmp_path: Path) -> None:
+    done = await worker.control.SendWeights(iter(messages(other)))
+    call = worker.control.ReadWeights(worker_pb2.ReadWeightsRequest(weights_hash=done.identity.weights_hash))
+    await anext(aiter(call))
+    call.cancel()
+    await worker.control.UpdateWeights(worker_pb2.UpdateWeightsRequest(folder=str(tmp_path / "present")))
+    await eventually(lambda: not left_behind())
+
+
+async def test_a_worker_finds_after_a_crash_what_was_sent(worker: Peer, other: Path, tmp_path: Path) -> None:
+    done = await worker.control.SendWeights(iter(messages(other)))
+    [kept] = left_behind()
+    shutil.copytree(kept, tmp_path / "left", symlinks=True)
+    await worker.control.UpdateWeights(worker_pb2.UpdateWeightsRequest(folder=str(tmp_path / "present")))
+    assert left_behind() == []
+    (tmp_path / "left").rename(kept)  # nobody holds it
+    again = await worker.control.UpdateWeights(worker_pb2.UpdateWeightsRequest(sent_hash=done.identity.weights_hash))
+    assert again.is_new and again.identity == done.identity
+    assert left_behind() == [kept]
+
+
+@pytest.mark.parametrize(
+    ("request_", "code", "field"),
+    [
+        (worker_pb2.UpdateWeightsRequest(), grpc.StatusCode.INVALID_ARGUMENT, "folder"),
+        (worker_pb2.UpdateWeightsRequest(folder="a", sent_hash="b"), grpc.StatusCode.INVALID_ARGUMENT, "sent_hash"),
+        (worker_pb2.UpdateWeightsRequest(sent_hash="unknown"), grpc.StatusCode.NOT_FOUND, "sent_hash"),
+        (worker_pb2.UpdateWeightsRequest(sent_hash="../present"), grpc.StatusCode.NOT_FOUND, "sent_hash"),
+        (worker_pb2.UpdateWeightsRequest(sent_hash="x" * 5000), grpc.StatusCode.NOT_FOUND, "sent_hash"),
+        (worker_pb2.UpdateWeightsRequest(sent_hash="a\0b"), grpc.StatusCode.NOT_FOUND, "sent_hash"),
+    ],
+)
+async def test_which_weights_is_validated(
+    worker: Peer, request_: worker_pb2.UpdateWeightsRequest, code: grpc.StatusCode, field: str
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await worker.control.UpdateWeights(request_)
+    error = error_from_rpc(refused.value)
+    assert (error.code, error.field) == (code, field)
+
+
+@pytest.mark.parametrize("weights_hash", ["", "unknown", "../x", "x" * 5000])
+async def test_weights_that_are_not_kept_are_not_read_out(worker: Peer, weights_hash: str) -> None:
+    """Nor those that the worker was started with, which have no name here."""
+    for asked in (weights_hash, worker.info.identity.weights_hash):
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await read(worker, asked)
+        assert error_from_rpc(refused.value).code is grpc.StatusCode.NOT_FOUND
 
 
 def changed(messages: Sequence[Sent], index: int, **fields: object) -> list[Sent]:
@@ -159,6 +268,21 @@ def test_what_was_abandoned_is_removed(cache: Path) -> None:
     received._remove_abandoned(cache / "received")
     assert left_behind() == [young]
     young.rmdir()
+
+
+def test_what_is_held_is_not_abandoned_however_old(cache: Path) -> None:
+    held, left = cache / "received" / "sent-held", cache / "received" / "sent-left"
+    for folder in (held, left):
+        folder.mkdir(parents=True)
+        os.utime(folder, (1, 1))
+    kept = received.KeptWeights.find("held")
+    assert kept is not None
+    received._remove_abandoned(cache / "received")
+    assert left_behind() == [held]
+    kept.release()
+    kept.release()
+    assert left_behind() == []
+    assert received.KeptWeights.find("held") is None
 
 
 def test_a_folder_without_weights_is_refused_by_the_client(tmp_path: Path) -> None:

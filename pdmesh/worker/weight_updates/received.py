@@ -3,13 +3,16 @@
 first message  num_bytes ──► room on the disk? ──► $PDMESH_CACHE/received/RANDOM/, with links to the rest
 each           file, data ──► appended
 last           sha256 ──► compared
+loaded         ──► $PDMESH_CACHE/received/sent-HASH/, while workers of this host compute with them; else removed
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import hashlib
+import os
 import re
 import shutil
 import tempfile
@@ -27,6 +30,8 @@ T = TypeVar("T")
 MAX_FILES = 1024
 MAX_BYTES = 1 << 44
 ABANDONED_S = 24 * 3600.0
+_KEPT, _TAKEN = "sent-", "weights-"
+_HASH = re.compile(r"[A-Za-z0-9._-]{1,200}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors(\.index\.json)?")
 _WEIGHTS = re.compile(r".*\.(safetensors|safetensors\.index\.json|bin|bin\.index\.json|pt|pth|gguf)")
 
@@ -88,9 +93,16 @@ class ReceivedWeights:
             raise InvalidArgument("sha256", "is not that of the data that has come; send the weights again")
 
     def remove(self) -> None:
-        """Remove the folder; idempotent. A file of it that is mapped stays until it is unmapped."""
+        """Remove the folder, unless it was kept; idempotent. A file of it that is mapped stays until it is unmapped."""
         self._close()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def keep(self, weights_hash: str) -> KeptWeights | None:
+        """Have this host keep the files as those of these weights, and hold them; None where it cannot."""
+        self._close()
+        with contextlib.suppress(OSError):  # another worker of this host keeps them already
+            self.folder.rename(self.folder.with_name(_KEPT + weights_hash))
+        return KeptWeights.find(weights_hash)
 
     def _check_name(self, name: str) -> None:
         if not _NAME.fullmatch(name):
@@ -117,6 +129,67 @@ class ReceivedWeights:
             self._file = None
 
 
+class KeptWeights:
+    """Hold the files of weights that were sent, for workers that come later and for one that is started again after a crash.
+
+    Workers of a host share them: each holds a shared lock on the folder, which ends with its process, and the last one to release
+    it removes the folder. What a crash leaves, and nobody finds, the next stream removes after a day."""
+
+    def __init__(self, folder: Path, lock: int) -> None:
+        """Use `find` or `hold`. `lock`: the descriptor of the locked folder."""
+        self.folder = folder
+        self._lock = lock
+
+    @staticmethod
+    def find(weights_hash: str) -> KeptWeights | None:
+        """Hold what this host keeps of these weights; None: nothing."""
+        return KeptWeights.hold(_parent() / (_KEPT + weights_hash)) if _HASH.fullmatch(weights_hash) else None
+
+    @staticmethod
+    def hold(folder: Path) -> KeptWeights | None:
+        """Hold what is kept in this folder; None where there is nothing any more."""
+        lock = _locked(folder, fcntl.LOCK_SH)
+        return None if lock is None else KeptWeights(folder, lock)
+
+    def release(self) -> None:
+        """Let go of the files, and remove them unless another one holds them; idempotent."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+            _remove_unheld(self.folder)
+
+
+def _locked(folder: Path, how: int) -> int | None:
+    """Return a descriptor that locks the folder; None where it is missing, or locked so that it cannot be."""
+    try:
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(lock, how | fcntl.LOCK_NB)
+        is_there = os.path.samestat(os.fstat(lock), folder.stat())  # not removed between the two calls
+    except OSError:
+        is_there = False
+    if is_there:
+        return lock
+    os.close(lock)
+    return None
+
+
+def _remove_unheld(folder: Path) -> None:
+    """Remove the folder of kept files, unless a process holds it. It is renamed first, so that none finds half of it."""
+    lock = _locked(folder, fcntl.LOCK_EX)
+    if lock is None:
+        return
+    try:
+        with contextlib.suppress(OSError):
+            removed = Path(tempfile.mkdtemp(prefix=_TAKEN, dir=folder.parent))
+            folder.rename(removed)
+            shutil.rmtree(removed)
+    finally:
+        os.close(lock)
+
+
 async def _to_its_end(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Run `work` in a thread; a cancelled caller waits for it as well, as what it uses must not be closed meanwhile."""
     running = asyncio.ensure_future(asyncio.to_thread(work, *args, **kwargs))
@@ -127,14 +200,18 @@ async def _to_its_end(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -
         raise
 
 
+def _parent() -> Path:
+    return cache_folder().expanduser().absolute() / "received"
+
+
 def _folder_for(model: Path, num_bytes: int) -> Path:
-    parent = cache_folder().expanduser().absolute() / "received"
+    parent = _parent()
     try:
         parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _remove_abandoned(parent)
         if shutil.disk_usage(parent).free < num_bytes:
             raise ResourceExhausted(f"{parent} has no room for {num_bytes / 1e9:.2f} GB of weights; free some space")
-        folder = Path(tempfile.mkdtemp(prefix="weights-", dir=parent))
+        folder = Path(tempfile.mkdtemp(prefix=_TAKEN, dir=parent))
         for path in model.iterdir():
             if path.is_file() and not _WEIGHTS.fullmatch(path.name):
                 (folder / path.name).symlink_to(path.resolve())
@@ -144,8 +221,12 @@ def _folder_for(model: Path, num_bytes: int) -> Path:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Remove what processes left behind that were killed while they received."""
-    for path in parent.glob("weights-*"):
+    """Remove what processes left behind that were killed, while they received or later."""
+    for path in (*parent.glob(f"{_TAKEN}*"), *parent.glob(f"{_KEPT}*")):
         with contextlib.suppress(OSError):
-            if time.time() - path.stat().st_mtime > ABANDONED_S:
+            if time.time() - path.stat().st_mtime <= ABANDONED_S:
+                continue
+            if path.name.startswith(_KEPT):
+                _remove_unheld(path)
+            else:
                 shutil.rmtree(path, ignore_errors=True)

@@ -1,6 +1,7 @@
 """Other weights for a worker that runs: they are loaded beside the present ones, then taken between two steps.
 
     stream of files ──► folder ──► loaded, off the engine's thread ──► taken by the engine ──► identity changed ──► routers told
+                           └── kept meanwhile, for a worker that comes later
 
 From the identity follow the roots of block hashes, and which workers may hand KV to each other. It is changed in place, in the
 moment in which the engine has changed: all parts of a worker hold the same message. What was made of the old one and is not
@@ -13,20 +14,21 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 
+from pdmesh.client.weights import files_of, messages_of
 from pdmesh.engine.errors import WeightsRefused
 from pdmesh.engine.request import EngineRequest
-from pdmesh.runtime.errors import FailedPrecondition, InvalidArgument, Unavailable
+from pdmesh.runtime.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from pdmesh.runtime.files import cache_root_of
 from pdmesh.v1 import common_pb2, worker_pb2
 from pdmesh.worker.config import WorkerConfig
 from pdmesh.worker.engines.base import WorkerEngine
 from pdmesh.worker.serving import WorkerServing
 from pdmesh.worker.token_request import ServedModel
-from pdmesh.worker.weight_updates.received import ReceivedWeights
+from pdmesh.worker.weight_updates.received import KeptWeights, ReceivedWeights
 
 MAX_FOLDER_CHARS = 4096
 
@@ -50,19 +52,25 @@ class WorkerWeights:
         self._identity = served.identity
         self._model = engine.facts.model
         self._serving = serving
+        self._kept: KeptWeights | None = None  # the files of the present weights, where these were sent
 
-    async def update(self, folder: str) -> worker_pb2.UpdateWeightsResponse:
+    async def update(self, request: worker_pb2.UpdateWeightsRequest) -> worker_pb2.UpdateWeightsResponse:
         """Serve UpdateWeights. Raises MeshError."""
         self._check_may()
+        folder, sent_hash = request.folder, request.sent_hash
+        if sent_hash:
+            if folder:
+                raise InvalidArgument("sent_hash", "is given beside a folder; give one of them")
+            return await asyncio.shield(asyncio.create_task(self._use_kept(sent_hash), name="weights"))
         if not folder or len(folder) > MAX_FOLDER_CHARS:
             raise InvalidArgument("folder", f"has {len(folder)} characters; give a folder or a .gguf file as this worker sees it")
         if not await asyncio.to_thread(os.path.exists, folder):  # False also for a text that can be no path
             raise InvalidArgument("folder", f"{folder[:200]!r} does not exist on this worker's machine")
         # In a task of its own: a caller that leaves ends neither a load, beside which the next would begin, nor the change.
-        return await asyncio.shield(asyncio.create_task(self._update(folder), name="weights"))
+        return await asyncio.shield(asyncio.create_task(self._update(folder, lambda _: None), name="weights"))
 
     async def receive(self, messages: AsyncIterator[worker_pb2.SendWeightsRequest]) -> worker_pb2.UpdateWeightsResponse:
-        """Serve SendWeights. What was received is removed again when it was loaded, or not. Raises MeshError."""
+        """Serve SendWeights. What was received is kept while this worker computes with it. Raises MeshError."""
         self._check_may()
         received = await ReceivedWeights.begin(Path(self._model), await anext(messages, worker_pb2.SendWeightsRequest()))
         try:
@@ -76,9 +84,37 @@ class WorkerWeights:
 
     async def _use(self, received: ReceivedWeights) -> worker_pb2.UpdateWeightsResponse:
         try:
-            return await self._update(str(received.folder))
+            return await self._update(str(received.folder), received.keep)
         finally:
             await asyncio.to_thread(received.remove)
+
+    async def _use_kept(self, sent_hash: str) -> worker_pb2.UpdateWeightsResponse:
+        kept = await asyncio.to_thread(KeptWeights.find, sent_hash)
+        if kept is None:
+            raise NotFound(f"this machine keeps no files of the weights {sent_hash[:80]!r}; send them", field="sent_hash")
+        try:
+            return await self._update(str(kept.folder), KeptWeights.find)
+        finally:
+            await asyncio.to_thread(kept.release)
+
+    async def read(self, weights_hash: str) -> AsyncGenerator[worker_pb2.ReadWeightsResponse, None]:
+        """Serve ReadWeights. Raises NotFound."""
+        present = self._kept if weights_hash == self._identity.weights_hash else None
+        kept = None if present is None else KeptWeights.hold(present.folder)
+        if kept is None:
+            raise NotFound(f"this worker keeps no files of the weights {weights_hash[:80]!r}", field="weights_hash")
+        try:
+            pieces = messages_of(*files_of(kept.folder), "")
+            while (piece := await asyncio.to_thread(lambda: next(pieces, None))) is not None:
+                yield worker_pb2.ReadWeightsResponse(piece=piece)
+        finally:
+            await asyncio.to_thread(kept.release)
+
+    async def close(self) -> None:
+        """Give up the files that are kept; idempotent."""
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            await asyncio.to_thread(kept.release)
 
     def _check_may(self) -> None:
         """Raise FailedPrecondition or Unavailable while this worker takes no other weights."""
@@ -90,7 +126,8 @@ class WorkerWeights:
             remedy = "wake it, or have it paused, which is awake as well (pdmesh serving paused)"
             raise FailedPrecondition("folder", f"this worker is asleep; {remedy}")
 
-    async def _update(self, folder: str) -> worker_pb2.UpdateWeightsResponse:
+    async def _update(self, folder: str, keep: Callable[[str], KeptWeights | None]) -> worker_pb2.UpdateWeightsResponse:
+        """Load the weights and compute with them. `keep`, by their hash, keeps the files where they were sent."""
         async with self._serving.one_at_a_time:
             began = time.monotonic()
             self._check_may()  # again: it may have gone to sleep meanwhile
@@ -110,6 +147,9 @@ class WorkerWeights:
                 self._changed()
                 text = "weights of %s taken %.2f s after the call, of which no step ran for %.3f s"
                 logger.info(text, folder, time.monotonic() - began, pause_s)
+            former, self._kept = self._kept, await asyncio.to_thread(keep, prepared.weights_hash)
+            if former is not None:
+                await asyncio.to_thread(former.release)
             return worker_pb2.UpdateWeightsResponse(identity=self._identity, is_new=is_new, pause_s=pause_s)
 
     def holds(self, weights_hash: str) -> bool:

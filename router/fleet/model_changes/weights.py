@@ -3,8 +3,12 @@
     UpdateWeights(folder) ─► every worker of the model ─► Redis: folder, its hash, and the hashes of what it replaced
     a worker comes with one of those ─► no request goes to it ─► UpdateWeights(folder) there ─► it is one of the others
 
+What was sent, and not read from a folder, workers keep while they compute with it: the one that comes finds it on its machine, or
+it is passed on from another worker:
+
+    UpdateWeights(sent_hash) there ─► NOT_FOUND ─► ReadWeights of a worker that has them ─► SendWeights there
+
 A worker with weights that were never replaced is left alone: it is a new deployment, whose weights are newer than what was said.
-What was sent, and not read from a folder, no router has any more: such a worker keeps its own, and the log says so.
 """
 
 from __future__ import annotations
@@ -12,7 +16,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Iterable
+import time
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 
 import grpc
@@ -21,6 +26,7 @@ import grpc.aio
 from pdmesh.runtime.registry.shared_settings import SharedSettings
 from pdmesh.runtime.rpc.mesh_secret import MeshSecret
 from pdmesh.v1 import worker_pb2
+from router.fleet.change_notifier import unless
 from router.fleet.following import alive_workers
 from router.fleet.registry import FleetRegistry
 from router.fleet.worker import Worker
@@ -31,9 +37,13 @@ ASLEEP_PERIOD_S = 1.0
 """Until a worker that sleeps is looked at again: asleep it loads nothing."""
 AGAIN_AFTER_S = 10.0
 """A worker that could not be asked, or had no time, is asked again after this time."""
+SOURCE_PERIOD_S, SOURCE_WAIT_S = 1.0, 5.0
+"""How often, and how long, a worker is looked for that has weights that were sent: this router may not know all of them yet."""
+PASS_TIMEOUT_S = 6 * 3600.0
 MAX_REPLACED = 64
 MAX_FOLDER_CHARS, MAX_HASH_CHARS = 4096, 256
 
+_NOT_KEPT = (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INVALID_ARGUMENT)  # the latter from a worker of an earlier version
 _CANNOT = (
     grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -136,17 +146,15 @@ class WeightsKeeper:
         wanted = self.replacement(identity.model)
         if identity.weights_hash not in wanted.replaced or key in self._tasks or self._given_up.get(key) == wanted.weights_hash:
             return
-        if not wanted.folder:
-            self._give_up(worker, key, wanted, "they were sent, and no router keeps them; send them again")
-            return
         worker.hold()
         task = self._tasks[key] = asyncio.create_task(self._bring(worker, key, wanted), name=f"weights of {worker.address}")
         task.add_done_callback(lambda _: self._tasks.pop(key, None))
 
     async def _bring(self, worker: Worker, key: WorkerKey, wanted: Replacement) -> None:
+        until = time.monotonic() + SOURCE_WAIT_S
         try:
             while self._is_due(worker, key, wanted):
-                wait_s = await self._update(worker, key, wanted)
+                wait_s = await self._update(worker, key, wanted, until)
                 if not wait_s:
                     return
                 await asyncio.sleep(wait_s)
@@ -161,25 +169,51 @@ class WeightsKeeper:
             return False
         return self.replacement(current.info.identity.model) == wanted
 
-    async def _update(self, worker: Worker, key: WorkerKey, wanted: Replacement) -> float:
-        """Have the worker load the weights. Return after how many seconds to ask again; 0: it has them, or cannot have them."""
+    async def _update(self, worker: Worker, key: WorkerKey, wanted: Replacement, until: float) -> float:
+        """Have the worker load the weights. Return after how many seconds to ask again; 0: it has them, or cannot have them.
+        `until`: when a worker that has sent weights is looked for no longer (monotonic seconds)."""
         if _is_asleep(worker):
             return ASLEEP_PERIOD_S
+        what = wanted.folder or "what was sent"
         try:
-            request = worker_pb2.UpdateWeightsRequest(folder=wanted.folder)
-            done = await worker.control.UpdateWeights(request, timeout=CALL_TIMEOUT_S)
+            done = await self._load(worker, wanted)
         except grpc.aio.AioRpcError as error:
             problem = error.details() or error.code().name
             if error.code() in _CANNOT and not _is_asleep(worker):
                 self._give_up(worker, key, wanted, problem)
                 return 0.0
-            logger.warning("%s has come and is to load %s, as its model: %s", worker.address, wanted.folder, problem)
+            logger.warning("%s has come and is to load %s, as its model: %s", worker.address, what, problem)
             return AGAIN_AFTER_S
+        if done is None and time.monotonic() < until:
+            return SOURCE_PERIOD_S
+        if done is None:
+            self._give_up(worker, key, wanted, "they were sent, and no worker has them any more; send them again")
+            return 0.0
         found = done.identity.weights_hash
         worker.has_weights(found)
-        what = "the weights of its model" if found == wanted.weights_hash else "other weights than its model has, by now"
-        logger.info("%s has come and has loaded %s: %s", worker.address, wanted.folder, what)
+        whose = "the weights of its model" if found == wanted.weights_hash else "other weights than its model has, by now"
+        logger.info("%s has come and has loaded %s: %s", worker.address, what, whose)
         return 0.0
+
+    async def _load(self, worker: Worker, wanted: Replacement) -> worker_pb2.UpdateWeightsResponse | None:
+        """Return what the worker says once it has the weights; None where they were sent, and are nowhere any more. Raises
+        AioRpcError of this worker."""
+        if wanted.folder:
+            request = worker_pb2.UpdateWeightsRequest(folder=wanted.folder)
+            return await worker.control.UpdateWeights(request, timeout=CALL_TIMEOUT_S)
+        try:
+            request = worker_pb2.UpdateWeightsRequest(sent_hash=wanted.weights_hash)
+            return await worker.control.UpdateWeights(request, timeout=CALL_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            if error.code() not in _NOT_KEPT:
+                raise
+        for source in list(self._fleet.workers.values()):
+            current = source.current
+            if source is worker or current is None or current.info.identity.weights_hash != wanted.weights_hash:
+                continue
+            if (done := await unless(current.lost, _passed_on(source, worker, wanted.weights_hash))) is not None:
+                return done
+        return None
 
     def _give_up(self, worker: Worker, key: WorkerKey, wanted: Replacement, problem: str) -> None:
         """Leave the worker with its own weights, apart from the others."""
@@ -191,3 +225,27 @@ class WeightsKeeper:
 def _is_asleep(worker: Worker) -> bool:
     current = worker.current
     return current is not None and current.load.serving_state == worker_pb2.SERVING_STATE_ASLEEP
+
+
+async def _passed_on(source: Worker, worker: Worker, weights_hash: str) -> worker_pb2.UpdateWeightsResponse | None:
+    """Return what `worker` says once it has the files that `source` keeps of its weights; None where that one does not give them,
+    or not all of them. Raises AioRpcError of `worker`."""
+    reading = source.control.ReadWeights(worker_pb2.ReadWeightsRequest(weights_hash=weights_hash), timeout=PASS_TIMEOUT_S)
+    lost: list[grpc.aio.AioRpcError] = []
+
+    async def pieces() -> AsyncIterator[worker_pb2.SendWeightsRequest]:
+        try:
+            async for message in reading:
+                yield message.piece
+        except grpc.aio.AioRpcError as error:  # what has come until then is refused: its end is missing
+            lost.append(error)
+
+    try:
+        return await worker.control.SendWeights(pieces(), timeout=PASS_TIMEOUT_S)
+    except grpc.aio.AioRpcError:
+        if not lost:
+            raise
+        logger.warning("%s gives %s no weights: %s", source.address, worker.address, lost[0].details() or lost[0].code().name)
+        return None
+    finally:
+        reading.cancel()
