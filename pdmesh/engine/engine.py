@@ -51,10 +51,11 @@ from pdmesh.engine.runner.model_runner import ModelRunner, SampledOutput
 from pdmesh.engine.runner.overlap import overlap_scheduler
 from pdmesh.engine.runner.pooling import Pooler, final_norm
 from pdmesh.engine.scheduler.requests import RequestTable, Reservations, check_integrity
-from pdmesh.engine.scheduler.scheduler import Scheduler, SchedulerOutput, TpotLimiter
+from pdmesh.engine.scheduler.scheduler import Scheduler, SchedulerOutput
 from pdmesh.engine.scheduler.sequence import Phase
 from pdmesh.engine.scheduler.sequence import Sequence as EngineSequence
 from pdmesh.engine.scheduler.stats import Counters, EngineStatsCollector, OutputProcessor
+from pdmesh.engine.scheduler.tpot_limiter import TpotLimiter
 from pdmesh.engine.sleep import EngineSleep
 from pdmesh.engine.speculation.calibration import LONGEST, Circumstances, measure_curve, processor_name
 from pdmesh.engine.speculation.draft import Draft

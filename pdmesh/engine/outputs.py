@@ -122,7 +122,7 @@ class EngineStats:
     num_prefilled_tokens: int
     num_prefix_hit_tokens: int
     num_preemptions: int
-    pace_s: float = 0.0  # TPOT objective of the sequence that leaves prompts least room (scheduler.py); 0: none has one
+    pace_s: float = 0.0  # TPOT objective of the sequence that leaves prompts least room (tpot_limiter.py); 0: none has one
     slack_s: float = 0.0  # slack of that sequence
     num_oldest_tokens: int = 0  # not yet computed of the prompt that arrived first
     num_retained_blocks: int = 0  # cached blocks that are evicted last

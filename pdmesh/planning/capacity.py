@@ -7,7 +7,7 @@ question, "which share of the requests keeps this pool's objectives?", and every
   meet in a worker fill one step together, so the fuller the pool, the less each pays of what an empty step takes.
 - **Sequences** share the steps of their worker (`Concurrency`); how many there are varies by chance.
 - **Both on one worker**: prompts lengthen the steps of sequences as far as their TPOT budget allows, sequences take from
-  prompts the rest (`pdmesh/engine/scheduler/scheduler.py`). An engine that keeps no pace lengthens them as far as prompts do.
+  prompts the rest (`pdmesh/engine/scheduler/tpot_limiter.py`). An engine that keeps no pace lengthens them as far as prompts do.
 
 More load never keeps objectives for a larger share, and more workers never for a smaller one: so the fewest workers never fall as
 the load grows. Prompts that would miss TTFT on an idle worker too are not counted: another worker would not help them.

@@ -106,8 +106,8 @@ class Drafts:
 NO_DRAFTS = Drafts()
 
 
-# The engine's TPOT budget, for all predictions of it. Copies of the numbers in `pdmesh/engine/scheduler/scheduler.py`, which
-# explains each and cannot be imported here; a test compares them.
+# The engine's TPOT budget, for all predictions of it. Copies of the numbers in `pdmesh/engine/scheduler/`, `tpot_limiter.py` and
+# `scheduler.py`, which explain each and cannot be imported here; a test compares them.
 
 
 PACE_TARGET = 0.9
@@ -118,8 +118,9 @@ MAX_SHARE = 0.75
 """Share of the time for steps of running sequences alone: prompts get the rest, as long as BEHIND_TARGET is kept all the same."""
 BEHIND_TARGET = 0.95
 """Share of a TPOT objective that sequences behind their pace keep while prompts have their least share; see `behind_target`."""
-LEAST_TOKENS = 8
-"""Prompt tokens in a step, whatever the objectives."""
+LEAST_TOKENS, LEAST_TOKENS_DRAFTING = 8, 32
+"""Prompt tokens in a step, whatever the objectives; the latter where a row has more tokens of a step than DRAFTING."""
+DRAFTING = 1.1
 FORGIVEN = 32
 """Paces that a sequence can be behind."""
 OLDEST_SHARE = 0.5

@@ -7,21 +7,21 @@ import pytest
 from pdmesh.engine.kv_cache.block_manager import BlockManager
 from pdmesh.engine.kv_cache.block_pool import BlockPool
 from pdmesh.engine.request import EngineRequest
-from pdmesh.engine.scheduler.scheduler import (
+from pdmesh.engine.scheduler.scheduler import MUCH_SHORTER, OLDEST_SHARE, Scheduler
+from pdmesh.engine.scheduler.sequence import Phase, Sequence, SequenceGroup
+from pdmesh.engine.scheduler.tpot_limiter import (
     BEHIND_TARGET,
+    DRAFTING,
     FORGIVEN,
     LEAST_TOKENS,
+    LEAST_TOKENS_DRAFTING,
     MAX_SHARE,
-    MUCH_SHORTER,
-    OLDEST_SHARE,
     SPREAD,
     TARGET,
     Pace,
-    Scheduler,
     StepCost,
     TpotLimiter,
 )
-from pdmesh.engine.scheduler.sequence import Phase, Sequence, SequenceGroup
 from pdmesh.engine.speculation.draft import Draft
 from pdmesh.planning import latency_model
 from pdmesh.sampling_params import SamplingParams
@@ -241,6 +241,7 @@ def test_the_tightest_decides_and_the_first_prompt_s_context_counts() -> None:
     decoding, room_s = machine.scheduler.running[:3], TARGET * 0.05 - 0.014
     slack_s = TARGET * 0.05 - (machine.now_ns - decoding[-1].paced_from_ns) / 1e9
     prompt.num_computed = 1000
+    machine.pacer.start(decoding, machine.now_ns)
     told = machine.pacer.prompt_tokens(decoding, prompt, machine.now_ns)
     assert told == pytest.approx((room_s + slack_s / SPREAD) / (0.001 + 1e-6 * 1005), abs=1)
 
@@ -272,17 +273,21 @@ def test_router_autoscaler_and_simulator_think_of_the_same_pace() -> None:
         latency_model.MAX_SHARE,
         latency_model.BEHIND_TARGET,
         latency_model.LEAST_TOKENS,
+        latency_model.LEAST_TOKENS_DRAFTING,
+        latency_model.DRAFTING,
         latency_model.FORGIVEN,
         latency_model.OLDEST_SHARE,
         latency_model.MUCH_SHORTER,
     )
-    assert copies == (TARGET, SPREAD, MAX_SHARE, BEHIND_TARGET, LEAST_TOKENS, FORGIVEN, OLDEST_SHARE, MUCH_SHORTER)
+    drafting = (LEAST_TOKENS_DRAFTING, DRAFTING)
+    assert copies == (TARGET, SPREAD, MAX_SHARE, BEHIND_TARGET, LEAST_TOKENS, *drafting, FORGIVEN, OLDEST_SHARE, MUCH_SHORTER)
 
 
 @pytest.mark.parametrize("slack_s", [0.1, -0.02, -1.0])
 @pytest.mark.parametrize("decode_s", [0.01, 0.04, 0.0485])
-def test_the_simulator_leaves_prompts_as_much_of_a_step(decode_s: float, slack_s: float) -> None:
-    engine, simulated = Pace(TARGET * GOAL_S, slack_s, 1.0, 2.0), batch.Pace(TARGET * GOAL_S, slack_s, 2.0)
+@pytest.mark.parametrize("tokens", [1.0, 2.5])
+def test_the_simulator_leaves_prompts_as_much_of_a_step(decode_s: float, slack_s: float, tokens: float) -> None:
+    engine, simulated = Pace(TARGET * GOAL_S, slack_s, tokens, 2.0), batch.Pace(TARGET * GOAL_S, slack_s, 2.0, tokens)
     assert engine.spare_s(decode_s) == pytest.approx(simulated.spare_s(decode_s))
     assert engine.step_s == simulated.step_s
 
@@ -342,3 +347,69 @@ def test_guesses_beside_prompts_are_part_of_the_step() -> None:
     piece = plan.piece_of(prompt)
     assert plain is not None and piece is not None
     assert piece.num_tokens == pytest.approx(plain - 5 * 2, abs=1)
+
+
+def speculating(goal_s: float = GOAL_S) -> Machine:
+    """One whose sequence has had three tokens of each step for long, and is gone."""
+    machine, sequence = guessed(goal_s, 3)
+    for _ in range(70):
+        machine.step()
+    for _ in range(SPREAD):  # outputs of that length are usual
+        machine.scheduler.discard(sequence)
+    return machine
+
+
+def test_a_new_sequence_is_taken_to_be_like_those_before_it() -> None:
+    machine = speculating()
+    machine.add(4, GOAL_S)
+    machine.step()
+    machine.add(1000)
+    assert machine.step() == pytest.approx((3 * TARGET * GOAL_S - 0.010) / 0.001, rel=0.05)
+
+
+def test_a_sequence_that_drafts_of_others_keep_from_its_objective_holds_no_prompt_back() -> None:
+    """A step of both takes 12 ms, and 72 ms with thirty drafted tokens: one token of each in 50 ms is out of reach."""
+    machine, _ = guessed(GOAL_S, 1, GOAL_S)
+    prompt, decoding = machine.add(4000), machine.scheduler.running[:2]
+    held = machine.pacer.prompt_tokens(decoding, prompt, machine.now_ns, 30)
+    assert held is not None
+    for _ in range(100):  # such steps are usual now
+        told = machine.pacer.prompt_tokens(decoding, prompt, machine.now_ns, 30)
+    assert told is None, "as many as fit"
+
+
+def test_where_sequences_speculate_prompts_come_in_larger_pieces() -> None:
+    for tokens_per_step, least in ((1, LEAST_TOKENS), (3, LEAST_TOKENS_DRAFTING)):
+        machine, _ = guessed(0.0135 / tokens_per_step, tokens_per_step)
+        machine.add(4000)
+        pieces = [piece for _ in range(200) if (piece := machine.step())]
+        assert min(pieces) == least
+
+
+def test_a_new_sequence_that_is_behind_makes_up_for_it_over_its_output_where_sequences_speculate() -> None:
+    """Drafts come late in an output. Without them it is made up for within SPREAD steps."""
+
+    def room(pacer: TpotLimiter, sequence: Sequence, now_ns: int) -> float:
+        pace = pacer.tightest([sequence], now_ns)
+        assert pace is not None and pace.slack_s < 0
+        return pace.step_s - pace.tokens_per_step * pace.pace_s
+
+    drafting = speculating()
+    late = drafting.add(4, GOAL_S)
+    drafting.step()
+    drafting.step(extra_ns=200 * MS)
+    plain, other = running()
+    plain.step(extra_ns=200 * MS)
+    found, without = room(drafting.pacer, late, drafting.now_ns), room(plain.pacer, other, plain.now_ns)
+    assert without == pytest.approx(-0.165 / SPREAD, rel=0.1)
+    assert without / 2 < found < 0
+
+
+def test_what_others_had_fades() -> None:
+    machine = speculating()
+    machine.add(4, GOAL_S)
+    for _ in range(200):
+        machine.step()
+    machine.add(400)
+    machine.step()
+    assert machine.pacer._typical == pytest.approx(1.0, abs=0.05)

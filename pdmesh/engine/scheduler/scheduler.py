@@ -10,185 +10,13 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections.abc import Iterable, Iterator, Mapping
-from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
 
 from pdmesh.engine.kv_cache.block_manager import BlockCopy, BlockManager
-from pdmesh.engine.scheduler.equal_prompts import EqualPrompts
 from pdmesh.engine.scheduler.sequence import Sequence
+from pdmesh.engine.scheduler.tpot_limiter import TpotLimiter
 from pdmesh.engine.speculation.draft import NOTHING, Draft
-
-# The TPOT limiter: it limits the prompt tokens of a step that has sequences with a TPOT objective. Pure.
-#
-# A sequence with a TPOT objective gets its tokens at a pace that keeps the objective with a reserve. Its schedule begins with its
-# first step here; its slack is the time by which it is ahead of the schedule, and steps with prompts may use up the slack bit by
-# bit:
-#
-#     step <= pace + slack / SPREAD            pace = TARGET · objective; the least of all sequences that decode
-#
-# So prompts are computed as fast as all objectives allow, and sequences without an objective wait for whole chunks. Slack is
-# measured, not predicted: the next steps make up for a step that took longer than expected.
-#
-# A step that accepts draft tokens gives a sequence several tokens, which puts it ahead by as many paces. So slack grows until
-# steps are longer by as many paces: a sequence that gets two tokens a step has its steps two paces apart while there are prompts.
-# The tokens per step of each sequence decide which objectives can be kept, and how much of a step is left for prompts where a
-# sequence is behind.
-#
-# A step has at least LEAST_TOKENS of prompts, or none: a slow machine takes as long for a few of them as the pace is. Where fewer
-# fit, several steps save up for them.
-
-
-TARGET = 0.9
-"""Share of the objective; the rest is for time outside of steps, such as the hand-off and the way to the client."""
-SPREAD = 8
-"""Steps over which slack is used up."""
-MAX_SHARE = 0.75
-"""Share of the time for steps without prompts: otherwise a sequence behind its schedule would admit no prompt."""
-BEHIND_TARGET = 0.95
-"""But an objective that can still be met comes first: what a sequence is behind this share of it is made up for within SPREAD
-steps. With all of it half of the sequences would miss it. Where steps without prompts take more than that share leaves for
-prompts, it is half way from what they take to the objective: prompts go on."""
-LEAST_TOKENS = 8
-"""Prompt tokens of a step that has any; of SPREAD steps one has them, whatever the objectives."""
-PRIOR_STEPS = 8
-"""Weight, in steps of one token each, of the prior in a sequence's average of tokens per step."""
-FORGIVEN = 32
-"""The most paces that a sequence can be behind. Time beyond that, which a stalled machine took, is lost: prompts do not make up
-for it."""
-
-
-class StepCost(NamedTuple):
-    """Hold the time of a step in seconds: a fixed part, then parts for each prompt token, each token that prompt tokens attend
-    to, each sequence that decodes and each token that those sequences attend to."""
-
-    fixed_s: float
-    per_prefill_token_s: float
-    per_prefill_context_s: float
-    per_sequence_s: float
-    per_context_token_s: float
-
-
-class Pace(NamedTuple):
-    """Hold the tightest schedule: a token every `pace_s`, and `slack_s` of time ahead of it (negative: behind). `tokens_per_step`
-    of the sequence so far, accepted draft tokens included. `scheduled_s`: the paces of all its tokens."""
-
-    pace_s: float
-    slack_s: float
-    tokens_per_step: float = 1.0
-    scheduled_s: float = 0.0
-
-    @property
-    def step_s(self) -> float:
-        """Return the longest time that the next step may take."""
-        return self.pace_s + self.slack_s / SPREAD
-
-    def spare_s(self, decode_s: float) -> float:
-        """Return the time for prompts in the next step after which the sequence still keeps its objective; below 0: none.
-        `decode_s`: a step without prompts."""
-        goal_s = self.tokens_per_step * self.pace_s / TARGET
-        share = max(BEHIND_TARGET, (1 + decode_s / goal_s) / 2)
-        reserve_s = self.slack_s + (share / TARGET - 1) * self.scheduled_s
-        return share * goal_s + min(0.0, reserve_s) / SPREAD - decode_s
-
-
-class TpotLimiter:
-    """Limit the prompt tokens of steps. `cost` is set from outside; while it is None, or no sequence has an objective, steps are
-    full."""
-
-    def __init__(self, *, is_on: bool = True) -> None:
-        """Create it. `is_on` False: objectives are ignored."""
-        self._is_on = is_on
-        self.cost: StepCost | None = None
-        self._num_saved = self._num_without = 0  # prompt tokens that steps without any had room for, and those steps
-
-    def start(self, decoding: Iterable[Sequence], now_ns: int) -> None:
-        """Begin the schedules of sequences that have none; move the schedules of sequences that are more than FORGIVEN paces
-        behind."""
-        for sequence in decoding:
-            goal_s = sequence.group.request.tpot_goal_s
-            if not goal_s or not self._is_on:
-                continue
-            if not sequence.paced_from_ns:
-                sequence.paced_from_ns, sequence.paced_from_token, sequence.num_paced_steps = now_ns, len(sequence.output), 0
-            sequence.num_paced_steps += 1
-            excess_s = -FORGIVEN * TARGET * goal_s - _pace(sequence, now_ns).slack_s
-            if excess_s > 0:
-                sequence.paced_from_ns += int(1e9 * excess_s)
-
-    def tightest(self, decoding: Sequence_[Sequence], now_ns: int) -> Pace | None:
-        """Return the tightest schedule; None: no decoding sequence has an objective that a step without prompts can keep."""
-        decode_s = self._decode_s(decoding)
-        paces = [_pace(sequence, now_ns) for sequence in decoding if sequence.paced_from_ns]
-        possible = [pace for pace in paces if pace.pace_s * pace.tokens_per_step > TARGET * decode_s]
-        return min(possible, key=lambda pace: pace.step_s) if possible else None
-
-    def promised_s(self, sequences: Iterable[Sequence], decoding: Sequence_[Sequence]) -> float:
-        """Return the smallest pace that any of `sequences` has or will have beside `decoding`; 0: none has an objective that can
-        be kept."""
-        if not self._is_on:
-            return 0.0
-        decode_s, goals_s = self._decode_s(decoding), [(each, each.group.request.tpot_goal_s) for each in sequences]
-        return TARGET * min([goal_s for each, goal_s in goals_s if goal_s * _tokens_per_step(each) > decode_s], default=0.0)
-
-    def prompt_tokens(self, decoding: list[Sequence], next_prompt: Sequence, now_ns: int, num_guessed: int = 0) -> int | None:
-        """Return the prompt tokens that this step may have, where `next_prompt` comes first; None: as many as fit. `num_guessed`:
-        draft tokens beside the known ones of `decoding`."""
-        cost, pace = self.cost, self.tightest(decoding, now_ns)
-        if cost is None or pace is None:
-            return None
-        decode_s = self._decode_s(decoding) + cost.per_sequence_s * num_guessed
-        least_s = min(decode_s * (1 - MAX_SHARE) / MAX_SHARE, pace.spare_s(decode_s))
-        return self._worth_a_pass(next_prompt, _fitting(cost, next_prompt, max(least_s, pace.step_s - decode_s)))
-
-    def _worth_a_pass(self, prompt: Sequence, num_fitting: int) -> int:
-        """Return the prompt tokens of a step with room for `num_fitting`: none, until steps have saved up for LEAST_TOKENS or for
-        the rest of `prompt`, or SPREAD of them had none."""
-        self._num_saved += max(0, num_fitting)
-        self._num_without += 1
-        if self._num_saved < min(LEAST_TOKENS - 1, prompt.num_remaining) and self._num_without < SPREAD:
-            return 0
-        self._num_saved = self._num_without = 0
-        return max(LEAST_TOKENS, num_fitting)
-
-    def _decode_s(self, decoding: Sequence_[Sequence]) -> float:
-        """Return the time of a step of `decoding` alone; 0 while `cost` is unknown."""
-        if self.cost is None:
-            return 0.0
-        context = sum([sequence.num_tokens for sequence in decoding])
-        return self.cost.fixed_s + self.cost.per_sequence_s * len(decoding) + self.cost.per_context_token_s * context
-
-
-def _fitting(cost: StepCost, prompt: Sequence, room_s: float) -> int:
-    """Return how many tokens of `prompt`, and of the prompts after it, take `room_s`. A token's time grows with the tokens that
-    it attends to."""
-    num_tokens = num_behind = 0.0
-    for _ in range(2):
-        token_s = cost.per_prefill_token_s + cost.per_prefill_context_s * (prompt.num_computed + num_behind)
-        if token_s <= 0:
-            return prompt.num_remaining
-        num_tokens = room_s / token_s
-        num_behind = min(num_tokens, prompt.num_remaining) / 2
-    return int(num_tokens)
-
-
-def _pace(sequence: Sequence, now_ns: int) -> Pace:
-    pace_s = TARGET * sequence.group.request.tpot_goal_s
-    spent_s = (now_ns - sequence.paced_from_ns) / 1e9
-    num_tokens = len(sequence.output) - sequence.paced_from_token
-    slack_s = pace_s * num_tokens - spent_s
-    return Pace(pace_s, slack_s, _tokens_per_step(sequence), pace_s * num_tokens)
-
-
-def _tokens_per_step(sequence: Sequence) -> float:
-    """Return a sequence's tokens per step since its schedule began; 1 without a schedule. The average is below one only where
-    steps left the sequence out, so it counts as one."""
-    if not sequence.paced_from_ns:
-        return 1.0
-    num_tokens, num_steps = len(sequence.output) - sequence.paced_from_token, max(0, sequence.num_paced_steps - 1)
-    return max(1.0, (PRIOR_STEPS + num_tokens) / (PRIOR_STEPS + num_steps))
-
 
 # Prompts share a step's tokens: the oldest prompt has at least half of them, the other half goes to prompts that are much shorter
 # than it, the shortest first; what these leave goes to all prompts in order of arrival.
@@ -205,10 +33,78 @@ MUCH_SHORTER = 0.5
 
 # One block in this many is kept free for growth when a request is admitted beside running sequences.
 BLOCKS_PER_SPARE = 64
-# So many followers of other prompts (equal_prompts.py) are passed over in the queue, at most, to find one that can begin.
+# So many followers of other prompts are passed over in the queue, at most, to find one that can begin.
 MOST_PASSED_OVER = 64
 # In a step with prompts, draft tokens get at most this part of the budget: one token in so many.
 PROMPTS_PER_DRAFT = 8
+
+
+# Prompts that begin alike and are here at the same time: one computes the blocks that they share, the others wait for it.
+#
+#     arrives   A  ██████████ system prompt ▒▒ question        leads: it computes
+#               B  ·········· system prompt ▒▒ question        follows: its next block is the one that A computes next
+#               C  ░░░ another prompt                          neither
+#
+# A prompt follows while the first block that it lacks is one that a prompt before it is to compute next. So it gets blocks as
+# they are published, goes on by itself where the prompts part, and begins at once if its leader is gone. It waits for no longer
+# than the blocks would have taken it, since its leader has its turn first; but a step at least, so that a short common beginning
+# is not worth it.
+
+MIN_SHARED_TOKENS = 64
+"""Prompts that have less in common, what is cached included, do not wait for each other."""
+
+
+MOST_HASHED = 4096
+"""Blocks that are hashed in a plan to find followers in the queue: those behind them are looked at in the next one."""
+
+
+class EqualPrompts:
+    """Tell leaders from followers while a step is planned. Make one for each plan."""
+
+    def __init__(self, blocks: BlockManager) -> None:
+        self._blocks = blocks
+        self._leaders: dict[Sequence, int] = {}  # with the block up to which a follower has to be equal
+        self._num_hashed = blocks.num_hashed
+        self.has_followers = False
+
+    def leading(self, running: Iterable[Sequence]) -> list[Sequence]:
+        """Return the prompts of running sequences, in their order, without those that follow another. Blocks that have been
+        published since they got theirs take the place of those that they would have computed."""
+        leading = []
+        for sequence in running:
+            keeps_blocks = sequence.group.request.prefill_only  # a push reads them as they were told to it
+            if not keeps_blocks:
+                self._blocks.adopt(sequence)
+            if keeps_blocks or not self.follows(sequence):
+                self.lead(sequence)
+                leading.append(sequence)
+        return leading
+
+    @property
+    def may_look_on(self) -> bool:
+        """Return whether the queue may be looked through further in this plan."""
+        return self._blocks.num_hashed - self._num_hashed < MOST_HASHED
+
+    def follows(self, sequence: Sequence) -> bool:
+        """Return whether another prompt computes the first block that this one lacks."""
+        for leader, index in self._leaders.items():
+            if leader is not sequence and self._blocks.have_in_common(sequence, leader, index):
+                self.has_followers = True
+                return True
+        return False
+
+    def lead(self, sequence: Sequence) -> None:
+        """Note a prompt that computes from now on."""
+        found = self._blocks.next_block(sequence)
+        if found is not None:
+            self._leaders[sequence] = max(found, self._blocks.num_blocks_for(MIN_SHARED_TOKENS) - 1)
+
+    def withdraw(self, sequence: Sequence) -> None:
+        """Forget a leader that is preempted: no other waits for it."""
+        self._leaders.pop(sequence, None)
+
+
+# The plan of a step.
 
 
 @dataclass(frozen=True)
@@ -330,6 +226,7 @@ class Scheduler:
 
     def discard(self, sequence: Sequence) -> None:
         """Remove a sequence, if it is in a list. The caller frees its blocks."""
+        self._pacer.ended(sequence)
         for queue in (self.running, self.waiting):
             if sequence in queue:
                 queue.remove(sequence)

@@ -66,7 +66,7 @@ class Sequence:
         self.num_unreported = 0  # last output tokens, which a grammar forced before the first step here
         self.num_to_restore = self.num_tokens  # first tokens that were known on arrival, or computed before a preemption
         self.was_preempted = False
-        self.paced_from_ns = 0  # start of its TPOT schedule (scheduler.py), 0: none yet; and its output tokens then
+        self.paced_from_ns = 0  # start of its TPOT schedule (tpot_limiter.py), 0: none yet; and its output tokens then
         self.paced_from_token = 0
         self.num_paced_steps = 0  # steps since then, including the step that is being planned
         self.prompt_logprobs: list[TokenLogprobs] = []  # of the prompt's second token and those after it, as far as computed

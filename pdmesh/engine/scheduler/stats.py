@@ -9,8 +9,9 @@ from pdmesh.engine.kv_cache.block_manager import BlockManager
 from pdmesh.engine.outputs import EngineStats, KVReady, RequestStarted, SequenceUpdate, StepResult, StepWork, TokenLogprobs
 from pdmesh.engine.runner.model_runner import SampledOutput
 from pdmesh.engine.scheduler.requests import NewTokens, RequestTable
-from pdmesh.engine.scheduler.scheduler import ScheduledSequence, Scheduler, SchedulerOutput, TpotLimiter
+from pdmesh.engine.scheduler.scheduler import ScheduledSequence, Scheduler, SchedulerOutput
 from pdmesh.engine.scheduler.sequence import Phase, Sequence, SequenceGroup
+from pdmesh.engine.scheduler.tpot_limiter import TpotLimiter
 from pdmesh.engine.speculation.handover import packed
 from pdmesh.engine.speculation.stats import Tally
 

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pdmesh.planning.latency_model import (
+    DRAFTING,
     FORGIVEN,
     LEAST_TOKENS,
+    LEAST_TOKENS_DRAFTING,
     MAX_SHARE,
     NO_DRAFTS,
     PACE_TARGET,
@@ -239,7 +241,7 @@ class Pace(NamedTuple):
     @property
     def step_s(self) -> float:
         """Return how long the next step may take."""
-        return self.pace_s + self.slack_s / SPREAD
+        return self.tokens_per_step * self.pace_s + self.slack_s / SPREAD
 
     def spare_s(self, decode_s: float) -> float:
         """Return the time for prompts in the next step after which the row still keeps its objective; below 0: none."""
@@ -280,11 +282,11 @@ class Paces:
             self._keys[goal_s] = [entry for entry in keys if entry[2].pace_key == entry[0]]
             heapq.heapify(self._keys[goal_s])
 
-    def tightest(self, decode_s: float, step: int, now: float) -> Pace | None:
-        """Return the tightest budget; None: no row has an objective that can be kept. `decode_s`: a step of the rows alone.
-        Forgives rows too far behind."""
+    def tightest(self, decode_s: float, step: int, now: float, drafts_s: float = 0.0) -> Pace | None:
+        """Return the tightest budget; None: no row has an objective that can be kept. `decode_s`: a step of the rows alone;
+        `drafts_s`: what drafts add to it. Forgives rows too far behind."""
         paces = [self._pace(goal_s, step, now) for goal_s in self._keys]
-        least_s = PACE_TARGET * decode_s / self.tokens_per_step
+        least_s = PACE_TARGET * (decode_s + drafts_s) / self.tokens_per_step
         return min([pace for pace in paces if pace.pace_s > least_s], key=lambda pace: pace.step_s, default=None)
 
     def prompt_tokens(
@@ -292,7 +294,7 @@ class Paces:
     ) -> int | None:
         """Return how many prompt tokens, the next of `prompt`, the next step may hold; None: as many as fit. `drafts_s`: what
         drafts add to it."""
-        pace = self.tightest(decode_s, step, now)
+        pace = self.tightest(decode_s, step, now, drafts_s)
         if pace is None:
             return None
         decode_s += drafts_s
@@ -301,12 +303,13 @@ class Paces:
 
     def _worth_a_pass(self, prompt: Sequence, num_fitting: int) -> int:
         """Return the prompt tokens of a step with room for `num_fitting`: few of them wait until steps have saved up for more."""
+        least = LEAST_TOKENS_DRAFTING if self.tokens_per_step > DRAFTING else LEAST_TOKENS
         self._num_saved += max(0, num_fitting)
         self._num_without += 1
-        if self._num_saved < min(LEAST_TOKENS - 1, prompt.num_remaining) and self._num_without < SPREAD:
+        if self._num_saved < min(least - 1, prompt.num_remaining) and self._num_without < SPREAD:
             return 0
         self._num_saved = self._num_without = 0
-        return max(LEAST_TOKENS, num_fitting)
+        return max(least, num_fitting)
 
     def _pace(self, goal_s: float, step: int, now: float) -> Pace:
         """Return the budget of the row with this objective that is ahead by least."""

@@ -35,7 +35,7 @@ from pdmesh.engine.lora.folder import load_adapter
 from pdmesh.engine.memory import effective_max_context
 from pdmesh.engine.outputs import CoreSeconds, EngineStats
 from pdmesh.engine.request import EngineRequest
-from pdmesh.engine.scheduler.scheduler import StepCost, TpotLimiter
+from pdmesh.engine.scheduler.tpot_limiter import StepCost, TpotLimiter
 from pdmesh.engine.speculation.setup import check_speculation, names_for
 from pdmesh.planning.latency_model import USUAL_CONTEXT, Hardware, LatencyModel, prior_of
 from pdmesh.planning.roofline import ALL_REDUCE_S
