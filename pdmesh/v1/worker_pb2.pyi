@@ -205,6 +205,7 @@ class SendWeightsRequest(_message.Message):
     FILE_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
     SHA256_FIELD_NUMBER: _builtins.int
+    WEIGHTS_HASH_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """model that is served. Empty is allowed while the mesh serves exactly one. Only in the first message, and only for a router."""
     num_bytes: _builtins.int
@@ -217,6 +218,8 @@ class SendWeightsRequest(_message.Message):
     """data of it. Pieces of a megabyte or so are best."""
     sha256: _builtins.bytes
     """sha256 of all data in the order in which it was sent. Only in the last message."""
+    weights_hash: _builtins.str
+    """weights_hash that the files are to have; FAILED_PRECONDITION: they have another. Empty: any. Only in the first message."""
     def __init__(
         self,
         *,
@@ -225,10 +228,11 @@ class SendWeightsRequest(_message.Message):
         file: _builtins.str = ...,
         data: _builtins.bytes = ...,
         sha256: _builtins.bytes = ...,
+        weights_hash: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "file", b"file", "model", b"model", "num_bytes", b"num_bytes", "sha256", b"sha256"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "file", b"file", "model", b"model", "num_bytes", b"num_bytes", "sha256", b"sha256", "weights_hash", b"weights_hash"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -220,7 +220,8 @@ class WorkerControlServicer:
         """UpdateWeights loads other weights of the same model beside the present ones, then computes with them what comes from then on;
         requests that are here end on theirs, and no step is left out. The identity of the worker changes with it, so that KV of two
         versions never meets. Again, it changes nothing. INVALID_ARGUMENT names the field, or file and tensor; FAILED_PRECONDITION: another
-        model, or something depends on the present weights (adapters, drafts of a model, tiers, a GPU); UNIMPLEMENTED: its engine cannot.
+        model, or something depends on the present weights (adapters, drafts of a model, tiers, a GPU); ABORTED: other weights that were
+        asked for later came first; UNIMPLEMENTED: its engine cannot.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -78,7 +78,8 @@ class WorkerControlStub:
     """UpdateWeights loads other weights of the same model beside the present ones, then computes with them what comes from then on;
     requests that are here end on theirs, and no step is left out. The identity of the worker changes with it, so that KV of two
     versions never meets. Again, it changes nothing. INVALID_ARGUMENT names the field, or file and tensor; FAILED_PRECONDITION: another
-    model, or something depends on the present weights (adapters, drafts of a model, tiers, a GPU); UNIMPLEMENTED: its engine cannot.
+    model, or something depends on the present weights (adapters, drafts of a model, tiers, a GPU); ABORTED: other weights that were
+    asked for later came first; UNIMPLEMENTED: its engine cannot.
     """
     SetServing: _grpc.UnaryUnaryMultiCallable[_worker_pb2.SetServingRequest, _worker_pb2.SetServingResponse]
     """SetServing pauses the worker, lets it sleep, or has it run. It returns when that is so, and again changes nothing. A worker that does
@@ -144,7 +145,8 @@ class WorkerControlAsyncStub(WorkerControlStub):
     """UpdateWeights loads other weights of the same model beside the present ones, then computes with them what comes from then on;
     requests that are here end on theirs, and no step is left out. The identity of the worker changes with it, so that KV of two
     versions never meets. Again, it changes nothing. INVALID_ARGUMENT names the field, or file and tensor; FAILED_PRECONDITION: another
-    model, or something depends on the present weights (adapters, drafts of a model, tiers, a GPU); UNIMPLEMENTED: its engine cannot.
+    model, or something depends on the present weights (adapters, drafts of a model, tiers, a GPU); ABORTED: other weights that were
+    asked for later came first; UNIMPLEMENTED: its engine cannot.
     """
     SetServing: _aio.UnaryUnaryMultiCallable[_worker_pb2.SetServingRequest, _worker_pb2.SetServingResponse]  # type: ignore[assignment]
     """SetServing pauses the worker, lets it sleep, or has it run. It returns when that is so, and again changes nothing. A worker that does
@@ -285,7 +287,8 @@ class WorkerControlServicer(metaclass=_abc_1.ABCMeta):
         """UpdateWeights loads other weights of the same model beside the present ones, then computes with them what comes from then on;
         requests that are here end on theirs, and no step is left out. The identity of the worker changes with it, so that KV of two
         versions never meets. Again, it changes nothing. INVALID_ARGUMENT names the field, or file and tensor; FAILED_PRECONDITION: another
-        model, or something depends on the present weights (adapters, drafts of a model, tiers, a GPU); UNIMPLEMENTED: its engine cannot.
+        model, or something depends on the present weights (adapters, drafts of a model, tiers, a GPU); ABORTED: other weights that were
+        asked for later came first; UNIMPLEMENTED: its engine cannot.
         """
 
     @_abc_1.abstractmethod

@@ -355,7 +355,8 @@ def speculating(goal_s: float = GOAL_S) -> Machine:
     for _ in range(70):
         machine.step()
     for _ in range(SPREAD):  # outputs of that length are usual
-        machine.scheduler.discard(sequence)
+        machine.scheduler.ended(sequence)
+    machine.pacer._num_guessed = 1e-9
     return machine
 
 
@@ -381,6 +382,7 @@ def test_a_sequence_that_drafts_of_others_keep_from_its_objective_holds_no_promp
 def test_where_sequences_speculate_prompts_come_in_larger_pieces() -> None:
     for tokens_per_step, least in ((1, LEAST_TOKENS), (3, LEAST_TOKENS_DRAFTING)):
         machine, _ = guessed(0.0135 / tokens_per_step, tokens_per_step)
+        machine.pacer._num_guessed = 1e-9 * (tokens_per_step - 1)
         machine.add(4000)
         pieces = [piece for _ in range(200) if (piece := machine.step())]
         assert min(pieces) == least
@@ -413,3 +415,19 @@ def test_what_others_had_fades() -> None:
     machine.add(400)
     machine.step()
     assert machine.pacer._typical == pytest.approx(1.0, abs=0.05)
+
+
+def test_tokens_that_a_grammar_forces_make_no_other_sequence_longer() -> None:
+    """It has had more tokens a step, and nothing was drafted."""
+    machine = speculating()
+    machine.pacer._num_guessed = 0.0
+    machine.add(4, GOAL_S)
+    machine.step()
+    machine.add(1000)
+    assert machine.step() == pytest.approx((TARGET * GOAL_S - 0.010) / 0.001, abs=1)
+
+
+def test_what_was_cut_off_is_no_whole_output() -> None:
+    machine, sequence = running()
+    machine.scheduler.discard(sequence)
+    assert machine.pacer._output == 0.0

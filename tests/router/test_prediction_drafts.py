@@ -80,6 +80,18 @@ def test_a_pace_is_kept_by_steps_that_last_longer() -> None:
     assert WorkerEstimate(replace(view, tokens_per_row=1.0), SPEED).share > 0.7
 
 
+def test_what_sequences_that_draft_are_behind_holds_no_prompt_back() -> None:
+    """It is made up for over their outputs; what they are ahead prompts get as ever."""
+    view = replace(running("pd0", 1, max_num_batched_tokens=512), pace_s=0.011, tokens_per_row=2.0, computed_per_row=1.5)
+
+    def compute_s(**fields: float) -> float:
+        return WorkerEstimate(replace(view, **fields), SPEED).prompt_side(400, 0, view.figures_at).compute_s  # type: ignore[arg-type]
+
+    assert compute_s(slack_s=-0.2) == compute_s() > compute_s(slack_s=0.2)
+    one_token: dict[str, float] = {"pace_s": 0.022, "tokens_per_row": 1.0}
+    assert compute_s(slack_s=-0.2, **one_token) > compute_s(**one_token)
+
+
 def test_both_ways_to_predict_agree_bit_for_bit() -> None:
     prefill, decode = guessing(5, 1.7, 2.9), guessing(9, 3.1, 5.3, pace_s=0.03)
     prompt, output = prefill.prompt_side(900, 100, 0.3), decode.output_side(900, 200, 1, 80.0, 0.3)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from pdmesh.runtime.errors import InvalidArgument, NotFound, Unavailable
+from pdmesh.runtime.errors import InvalidArgument, NotFound, ResourceExhausted, Unavailable
 from pdmesh.runtime.registry import shared_settings
 from pdmesh.runtime.registry.redis_server import EmbeddedRedis
 from pdmesh.v1 import mesh_pb2, worker_pb2
@@ -33,11 +33,14 @@ class Loading(StubWorker):
     keeps: str = ""
     num_given: int = 99
     num_read: int = 0
+    stalls: bool = False  # after `num_given` pieces, until `goes_on`; else it breaks off
+    is_full: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.folders: list[str] = []
         self.sent: list[str] = []
+        self.goes_on = asyncio.Event()
         self.may_load = asyncio.Event()
         self.fails = 0
 
@@ -72,6 +75,8 @@ class Loading(StubWorker):
         await self.may_load.wait()
         if not received or not received[-1].sha256:
             raise InvalidArgument("sha256", "is missing")
+        if self.is_full:
+            raise ResourceExhausted("there is no room")
         self.weights_hash = self.sent[-1]
         return worker_pb2.UpdateWeightsResponse(identity=self.info().identity, is_new=True)
 
@@ -82,8 +87,10 @@ class Loading(StubWorker):
         if request.weights_hash != self.weights_hash:
             raise NotFound("this worker keeps no files of these weights")
         for number, letter in enumerate(self.weights_hash):
-            if number == self.num_given:
+            if number == self.num_given and not self.stalls:
                 raise Unavailable("the disk is gone")
+            if number == self.num_given:
+                await self.goes_on.wait()
             yield worker_pb2.ReadWeightsResponse(piece=worker_pb2.SendWeightsRequest(data=letter.encode()))
         yield worker_pb2.ReadWeightsResponse(piece=worker_pb2.SendWeightsRequest(sha256=b"of all"))
 
@@ -93,7 +100,6 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "AGAIN_AFTER_S", 0.1)
     monkeypatch.setattr(weights, "ASLEEP_PERIOD_S", 0.1)
     monkeypatch.setattr(weights, "SOURCE_PERIOD_S", 0.1)
-    monkeypatch.setattr(weights, "SOURCE_WAIT_S", 0.5)
     monkeypatch.setattr(shared_settings, "PERIOD_S", 0.1)
 
 
@@ -255,24 +261,80 @@ async def test_what_was_sent_and_is_nowhere_any_more_is_given_up(model_folder: P
         second.num_given = 1
         new = await restarted(first)
         new.may_load.set()
-        await eventually(lambda: bool(mesh.router.core.weights._given_up))
+        await eventually(lambda: bool(mesh.router.core.weights._without_source))
         assert new.weights_hash == STARTED_WITH and set(new.sent) == {NEW[:1]}
         await eventually(lambda: not mesh.router.core.fleet.workers[new.address].is_held)
         assert await answers(mesh)
+        await asyncio.sleep(0.5)
+        assert len(new.sent) == weights.SOURCE_TRIES, "the same process is not asked again"
+        third = Loading(second.name, BOTH, port=second.port)
+        third.weights_hash = NEW
+        await second.kill()
+        await third.start()
+        await eventually(lambda: new.weights_hash == NEW)
     await new.kill()
-    await second.kill()
+    await third.kill()
 
 
 async def test_a_worker_that_is_lost_while_it_passes_them_on_is_not_waited_for(model_folder: Path) -> None:
     first, second = await started("w0"), await started("w1")
     async with mesh_of(model_folder, first, second) as mesh:
         await send(mesh)
-        new = await restarted(first)  # it takes all, and never says so
-        await eventually(lambda: new.sent == [NEW])
+        second.num_given, second.stalls = 2, True
+        new = await restarted(first)
+        new.may_load.set()
+        await eventually(lambda: second.num_read == 1)
         await second.kill()
-        await eventually(lambda: bool(mesh.router.core.weights._given_up))
+        await eventually(lambda: new.sent == [NEW[:2]])
+        await eventually(lambda: bool(mesh.router.core.weights._without_source))
         assert await answers(mesh)
     await new.kill()
+
+
+async def test_a_worker_that_is_lost_after_it_has_passed_all_on_ends_nothing(model_folder: Path) -> None:
+    first, second = await started("w0"), await started("w1")
+    async with mesh_of(model_folder, first, second) as mesh:
+        await send(mesh)
+        new = await restarted(first)
+        await eventually(lambda: new.sent == [NEW])
+        await second.kill()
+        await asyncio.sleep(0.5)
+        new.may_load.set()
+        assert await answers(mesh)
+        assert new.weights_hash == NEW and new.sent == [NEW]
+    await new.kill()
+
+
+async def test_newer_weights_end_what_is_passed_on(model_folder: Path) -> None:
+    first, second = await started("w0"), await started("w1")
+    async with mesh_of(model_folder, first, second) as mesh:
+        await send(mesh)
+        second.num_given, second.stalls = 2, True
+        new = await restarted(first)
+        new.may_load.set()
+        await eventually(lambda: second.num_read == 1)
+        await send(mesh, "newer")
+        second.goes_on.set()
+        await eventually(lambda: not mesh.router.core.weights._tasks)
+        assert new.weights_hash == second.weights_hash == "newer"
+        assert await answers(mesh)
+    await new.kill()
+    await second.kill()
+
+
+async def test_a_worker_whose_disk_is_full_keeps_its_own_after_some_tries(model_folder: Path) -> None:
+    first, second = await started("w0"), await started("w1")
+    async with mesh_of(model_folder, first, second) as mesh:
+        await send(mesh)
+        new = await restarted(first)
+        new.may_load.set()
+        new.is_full = True
+        await eventually(lambda: bool(mesh.router.core.weights._given_up))
+        assert len(new.sent) == weights.FULL_TRIES
+        await eventually(lambda: not mesh.router.core.fleet.workers[new.address].is_held)
+        assert await answers(mesh)
+    await new.kill()
+    await second.kill()
 
 
 async def test_a_worker_that_sleeps_loads_them_when_it_wakes(model_folder: Path) -> None:

@@ -91,13 +91,19 @@ async def read(peer: Peer, weights_hash: str) -> list[Sent]:
     return [message.piece async for message in peer.control.ReadWeights(request)]
 
 
+def read_out(folder: Path, weights_hash: str) -> list[Sent]:
+    first, *more = messages(folder)
+    first.weights_hash = weights_hash
+    return [first, *more]
+
+
 async def test_a_worker_that_comes_later_takes_what_the_first_one_reads_out(
     worker: Peer, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On another machine, which has a cache of its own."""
     done = await worker.control.SendWeights(iter(messages(other)))
     pieces = await read(worker, done.identity.weights_hash)
-    assert pieces == messages(other)
+    assert pieces == read_out(other, done.identity.weights_hash)
     monkeypatch.setenv("PDMESH_CACHE", str(tmp_path / "cache of another machine"))
     async with another_worker(tmp_path / "present") as later:
         taken = await later.control.SendWeights(iter(pieces))
@@ -121,7 +127,7 @@ async def test_files_are_kept_until_no_worker_of_the_machine_computes_with_them(
         with pytest.raises(grpc.aio.AioRpcError) as none:
             await read(worker, done.identity.weights_hash)
         assert none.value.code() is grpc.StatusCode.NOT_FOUND
-        assert await read(third, done.identity.weights_hash) == messages(other)
+        assert await read(third, done.identity.weights_hash) == read_out(other, done.identity.weights_hash)
     assert left_behind() == []
 
 
@@ -132,7 +138,7 @@ async def test_what_is_read_out_stays_whole_when_the_weights_are_replaced(worker
     await worker.control.UpdateWeights(worker_pb2.UpdateWeightsRequest(folder=str(tmp_path / "present")))
     assert left_behind(), "they are read"
     got += [message.piece async for message in pieces]
-    assert got == messages(other)
+    assert got == read_out(other, done.identity.weights_hash)
     assert left_behind() == []
 
 
@@ -155,6 +161,59 @@ async def test_a_worker_finds_after_a_crash_what_was_sent(worker: Peer, other: P
     again = await worker.control.UpdateWeights(worker_pb2.UpdateWeightsRequest(sent_hash=done.identity.weights_hash))
     assert again.is_new and again.identity == done.identity
     assert left_behind() == [kept]
+
+
+async def test_files_of_other_weights_than_were_asked_for_are_not_taken(worker: Peer, other: Path, tmp_path: Path) -> None:
+    """On the way, and in what the machine keeps: that is removed, and a peer is asked."""
+    before = worker.info.identity.weights_hash
+    sent = messages(other)
+    sent[0].weights_hash = "others"
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await worker.control.SendWeights(iter(sent))
+    error = error_from_rpc(refused.value)
+    assert (error.code, error.field) == (grpc.StatusCode.FAILED_PRECONDITION, "weights_hash")
+    kept = cache_folder() / "received" / "sent-expected"
+    shutil.copytree(other, kept)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await worker.control.UpdateWeights(worker_pb2.UpdateWeightsRequest(sent_hash="expected"))
+    error = error_from_rpc(refused.value)
+    assert (error.code, error.field) == (grpc.StatusCode.NOT_FOUND, "sent_hash")
+    assert left_behind() == [] and worker.info.identity.weights_hash == before
+
+
+async def test_a_try_that_fails_leaves_what_the_machine_keeps(worker: Peer, other: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = cache_folder() / "received" / f"sent-{load_tiny(other).loaded.weights_hash}"
+    shutil.copytree(other, kept)
+    request = worker_pb2.UpdateWeightsRequest(sent_hash=kept.name.removeprefix("sent-"))
+
+    async def fail(folder: str) -> object:
+        raise MemoryError(folder)
+
+    with monkeypatch.context() as broken, pytest.raises(grpc.aio.AioRpcError):
+        broken.setattr(worker.worker._weights._engine, "load_weights", fail)
+        await worker.control.UpdateWeights(request)
+    assert left_behind() == [kept]
+    assert (await worker.control.UpdateWeights(request)).is_new
+
+
+async def test_what_was_asked_for_first_and_came_last_is_not_taken(worker: Peer, other: Path, tmp_path: Path) -> None:
+    """A stream that a router passes on for minutes, and newer weights meanwhile."""
+    newer, goes_on = make_tiny_model(tmp_path / "newer", seed=6), asyncio.Event()
+
+    async def slowly() -> AsyncIterator[Sent]:
+        for number, message in enumerate(messages(other)):
+            if number:
+                await goes_on.wait()
+            yield message
+
+    old = asyncio.ensure_future(worker.control.SendWeights(slowly()))
+    await eventually(lambda: bool(left_behind()))
+    done = await worker.control.UpdateWeights(worker_pb2.UpdateWeightsRequest(folder=str(newer)))
+    goes_on.set()
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await old
+    assert refused.value.code() is grpc.StatusCode.ABORTED
+    assert worker.info.identity == done.identity and left_behind() == []
 
 
 @pytest.mark.parametrize(

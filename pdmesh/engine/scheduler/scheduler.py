@@ -224,9 +224,13 @@ class Scheduler:
         """Add a sequence without blocks to the waiting ones."""
         insort(self.waiting, sequence, key=_turn)
 
+    def ended(self, sequence: Sequence) -> None:
+        """Discard a sequence whose output is whole."""
+        self._pacer.ended(sequence)
+        self.discard(sequence)
+
     def discard(self, sequence: Sequence) -> None:
         """Remove a sequence, if it is in a list. The caller frees its blocks."""
-        self._pacer.ended(sequence)
         for queue in (self.running, self.waiting):
             if sequence in queue:
                 queue.remove(sequence)

@@ -140,7 +140,8 @@ class TpotLimiter:
         be kept."""
         if not self._is_on:
             return 0.0
-        decode_s, goals_s = self._decode_s(decoding), [(each, each.group.request.tpot_goal_s) for each in sequences]
+        decode_s = self._decode_s(decoding, self._num_guessed * len(decoding))
+        goals_s = [(each, each.group.request.tpot_goal_s) for each in sequences]
         return TARGET * min([goal_s for each, goal_s in goals_s if goal_s * self._tokens_per_step(each) > decode_s], default=0.0)
 
     def prompt_tokens(self, decoding: list[Sequence], next_prompt: Sequence, now_ns: int, num_guessed: int = 0) -> int | None:
@@ -158,13 +159,18 @@ class TpotLimiter:
     def _worth_a_pass(self, prompt: Sequence, num_fitting: int) -> int:
         """Return the prompt tokens of a step with room for `num_fitting`: none, until steps have saved up for the least of a step
         or for the rest of `prompt`, or SPREAD of them had none."""
-        least = LEAST_TOKENS_DRAFTING if self._typical > DRAFTING else LEAST_TOKENS
+        least = LEAST_TOKENS_DRAFTING if self._speculates else LEAST_TOKENS
         self._num_saved += max(0, num_fitting)
         self._num_without += 1
         if self._num_saved < min(least - 1, prompt.num_remaining) and self._num_without < SPREAD:
             return 0
         self._num_saved = self._num_without = 0
         return max(least, num_fitting)
+
+    @property
+    def _speculates(self) -> bool:
+        """Return whether drafts give sequences more tokens lately; what a grammar forces is no draft."""
+        return self._num_guessed > 0 and self._typical > DRAFTING
 
     def _pace(self, sequence: Sequence, now_ns: int) -> Pace:
         pace_s = TARGET * sequence.group.request.tpot_goal_s
@@ -176,7 +182,7 @@ class TpotLimiter:
     def _num_steps(self, sequence: Sequence, num_tokens: int, tokens: float) -> float:
         """Return within how many steps a sequence that is behind makes up for it. Those that it has left are estimated: until its
         output is as long as others were, then as many again as it has had."""
-        if self._typical <= DRAFTING:
+        if not self._speculates:
             return SPREAD
         length = len(sequence.output)
         num_left = min(sequence.group.request.sampling.max_tokens - length, max(self._output - length, num_tokens))
@@ -185,10 +191,11 @@ class TpotLimiter:
     def _tokens_per_step(self, sequence: Sequence) -> float:
         """Return a sequence's tokens per step since its schedule began; without a schedule what others had lately. The average is
         below one only where steps left the sequence out, so it counts as one."""
+        typical = self._typical if self._speculates else 1.0
         if not sequence.paced_from_ns:
-            return self._typical
+            return typical
         num_tokens, num_steps = len(sequence.output) - sequence.paced_from_token, max(0, sequence.num_paced_steps - 1)
-        return max(1.0, (PRIOR_STEPS * self._typical + num_tokens) / (PRIOR_STEPS + num_steps))
+        return max(1.0, (PRIOR_STEPS * typical + num_tokens) / (PRIOR_STEPS + num_steps))
 
     def _decode_s(self, decoding: Sequence_[Sequence], num_guessed: float = 0.0) -> float:
         """Return the time of a step of `decoding` without prompts, with so many draft tokens; 0 while `cost` is unknown."""

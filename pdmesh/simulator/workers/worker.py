@@ -141,10 +141,11 @@ def _pace(worker: ModelledWorker, decode_context: int, num_steps: int, at_s: flo
         return 0.0, 0.0
     num_rows = len(worker.rows)
     decode_s = worker.spec.speed.decode_s(num_rows, decode_context)
-    pace = worker.paces.tightest(decode_s, worker.rows.step + num_steps, at_s)
+    drafts_s = worker.drafting.latest.added_s(worker.spec.speed, num_rows)
+    pace = worker.paces.tightest(decode_s, worker.rows.step + num_steps, at_s, drafts_s)
     if pace is not None:
         return pace.pace_s, pace.slack_s
-    least_s = decode_s / worker.drafting.latest.tokens_per_row
+    least_s = (decode_s + drafts_s) / worker.drafting.latest.tokens_per_row
     return PACE_TARGET * min([goal_s for goal_s in worker.goals if goal_s > least_s], default=0.0), 0.0
 
 

@@ -14,6 +14,7 @@ import fcntl
 import hashlib
 import os
 import re
+import secrets
 import shutil
 import tempfile
 import time
@@ -100,9 +101,15 @@ class ReceivedWeights:
     def keep(self, weights_hash: str) -> KeptWeights | None:
         """Have this host keep the files as those of these weights, and hold them; None where it cannot."""
         self._close()
-        with contextlib.suppress(OSError):  # another worker of this host keeps them already
-            self.folder.rename(self.folder.with_name(_KEPT + weights_hash))
-        return KeptWeights.find(weights_hash)
+        kept = self.folder.with_name(_KEPT + weights_hash)
+        try:
+            self.folder.rename(kept)
+        except OSError:  # another worker of this host keeps them already
+            return KeptWeights.find(weights_hash)
+        held = KeptWeights.find(weights_hash)
+        if held is None:  # a file system that has no locks: nobody could remove it later
+            shutil.rmtree(kept, ignore_errors=True)
+        return held
 
     def _check_name(self, name: str) -> None:
         if not _NAME.fullmatch(name):
@@ -133,7 +140,7 @@ class KeptWeights:
     """Hold the files of weights that were sent, for workers that come later and for one that is started again after a crash.
 
     Workers of a host share them: each holds a shared lock on the folder, which ends with its process, and the last one to release
-    it removes the folder. What a crash leaves, and nobody finds, the next stream removes after a day."""
+    it removes the folder. What a crash leaves, and no worker finds within a day, the next stream removes."""
 
     def __init__(self, folder: Path, lock: int) -> None:
         """Use `find` or `hold`. `lock`: the descriptor of the locked folder."""
@@ -149,13 +156,27 @@ class KeptWeights:
     def hold(folder: Path) -> KeptWeights | None:
         """Hold what is kept in this folder; None where there is nothing any more."""
         lock = _locked(folder, fcntl.LOCK_SH)
-        return None if lock is None else KeptWeights(folder, lock)
+        if lock is None:
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(folder)  # its age counts from now
+        return KeptWeights(folder, lock)
+
+    @property
+    def weights_hash(self) -> str:
+        """Return the hash of the weights."""
+        return self.folder.name.removeprefix(_KEPT)
+
+    def leave(self) -> None:
+        """Let go of the files, which stay; idempotent."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     def release(self) -> None:
         """Let go of the files, and remove them unless another one holds them; idempotent."""
         if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+            self.leave()
             _remove_unheld(self.folder)
 
 
@@ -183,8 +204,7 @@ def _remove_unheld(folder: Path) -> None:
         return
     try:
         with contextlib.suppress(OSError):
-            removed = Path(tempfile.mkdtemp(prefix=_TAKEN, dir=folder.parent))
-            folder.rename(removed)
+            removed = folder.rename(folder.with_name(_TAKEN + secrets.token_hex(8)))  # takes no room of a full disk
             shutil.rmtree(removed)
     finally:
         os.close(lock)

@@ -16,9 +16,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import time
-from collections.abc import AsyncIterator, Iterable
-from dataclasses import dataclass
+import random
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from dataclasses import dataclass, field
 
 import grpc
 import grpc.aio
@@ -26,7 +26,7 @@ import grpc.aio
 from pdmesh.runtime.registry.shared_settings import SharedSettings
 from pdmesh.runtime.rpc.mesh_secret import MeshSecret
 from pdmesh.v1 import worker_pb2
-from router.fleet.change_notifier import unless
+from router.fleet.change_notifier import Signal, unless
 from router.fleet.following import alive_workers
 from router.fleet.registry import FleetRegistry
 from router.fleet.worker import Worker
@@ -37,13 +37,15 @@ ASLEEP_PERIOD_S = 1.0
 """Until a worker that sleeps is looked at again: asleep it loads nothing."""
 AGAIN_AFTER_S = 10.0
 """A worker that could not be asked, or had no time, is asked again after this time."""
-SOURCE_PERIOD_S, SOURCE_WAIT_S = 1.0, 5.0
-"""How often, and how long, a worker is looked for that has weights that were sent: this router may not know all of them yet."""
-PASS_TIMEOUT_S = 6 * 3600.0
+SOURCE_PERIOD_S, SOURCE_TRIES = 1.0, 5
+"""How often a worker is looked for that has weights that were sent: this router may not know all of them yet."""
+FULL_TRIES = 3
+"""How often a worker whose disk has no room for them is tried: others may be receiving there as well."""
+PASS_TIMEOUT_S, PIECE_TIMEOUT_S = 6 * 3600.0, 30.0
 MAX_REPLACED = 64
 MAX_FOLDER_CHARS, MAX_HASH_CHARS = 4096, 256
 
-_NOT_KEPT = (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INVALID_ARGUMENT)  # the latter from a worker of an earlier version
+_NOT_KEPT = (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INVALID_ARGUMENT)  # the latter: of an earlier version, or damaged files
 _CANNOT = (
     grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -72,6 +74,16 @@ class Replacement:
 
 
 NOTHING = Replacement()
+
+
+@dataclass
+class _Tries:
+    """Count, for one worker, the tries to find its weights at others, and those for which its disk had no room. `asked`: the
+    processes that do not give them."""
+
+    num_without: int = 0
+    num_full: int = 0
+    asked: set[WorkerKey] = field(default_factory=set)
 
 
 class ReplacedWeights(SharedSettings[str, Replacement]):
@@ -103,6 +115,7 @@ class WeightsKeeper:
         self._fleet, self._replaced = fleet, replaced
         self._tasks: dict[WorkerKey, asyncio.Task[None]] = {}
         self._given_up: dict[WorkerKey, str] = {}  # the weights that a worker cannot have, by their hash
+        self._without_source: dict[WorkerKey, tuple[str, set[WorkerKey]]] = {}  # their hash, and which processes lack them
         self._keeper: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -133,6 +146,7 @@ class WeightsKeeper:
     def _keep(self) -> None:
         alive = alive_workers(self._fleet)
         self._given_up = {key: given_up for key, given_up in self._given_up.items() if key in alive}
+        self._without_source = {key: known for key, known in self._without_source.items() if key in alive}
         for worker in alive.values():
             self._look(worker)
 
@@ -144,17 +158,22 @@ class WeightsKeeper:
             return
         key, identity = (worker.address, current.info.epoch), current.info.identity
         wanted = self.replacement(identity.model)
-        if identity.weights_hash not in wanted.replaced or key in self._tasks or self._given_up.get(key) == wanted.weights_hash:
+        if identity.weights_hash not in wanted.replaced or self._given_up.get(key) == wanted.weights_hash:
+            return
+        known_hash, asked = self._without_source.get(key, ("", set()))
+        if known_hash == wanted.weights_hash and not self._sources(worker, wanted, asked):
             return
         worker.hold()
+        if key in self._tasks:  # it was silent for a while, and is not held since
+            return
         task = self._tasks[key] = asyncio.create_task(self._bring(worker, key, wanted), name=f"weights of {worker.address}")
         task.add_done_callback(lambda _: self._tasks.pop(key, None))
 
     async def _bring(self, worker: Worker, key: WorkerKey, wanted: Replacement) -> None:
-        until = time.monotonic() + SOURCE_WAIT_S
+        tries = _Tries()
         try:
             while self._is_due(worker, key, wanted):
-                wait_s = await self._update(worker, key, wanted, until)
+                wait_s = await self._update(worker, key, wanted, tries)
                 if not wait_s:
                     return
                 await asyncio.sleep(wait_s)
@@ -169,25 +188,27 @@ class WeightsKeeper:
             return False
         return self.replacement(current.info.identity.model) == wanted
 
-    async def _update(self, worker: Worker, key: WorkerKey, wanted: Replacement, until: float) -> float:
-        """Have the worker load the weights. Return after how many seconds to ask again; 0: it has them, or cannot have them.
-        `until`: when a worker that has sent weights is looked for no longer (monotonic seconds)."""
+    async def _update(self, worker: Worker, key: WorkerKey, wanted: Replacement, tries: _Tries) -> float:
+        """Have the worker load the weights. Return after how many seconds to ask again; 0: it has them, or cannot have them."""
         if _is_asleep(worker):
             return ASLEEP_PERIOD_S
         what = wanted.folder or "what was sent"
         try:
-            done = await self._load(worker, wanted)
+            done = await self._load(worker, key, wanted, tries)
         except grpc.aio.AioRpcError as error:
-            problem = error.details() or error.code().name
-            if error.code() in _CANNOT and not _is_asleep(worker):
+            problem, is_full = error.details() or error.code().name, error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            tries.num_full += is_full
+            if (error.code() in _CANNOT and not _is_asleep(worker)) or tries.num_full >= FULL_TRIES:
                 self._give_up(worker, key, wanted, problem)
                 return 0.0
             logger.warning("%s has come and is to load %s, as its model: %s", worker.address, what, problem)
             return AGAIN_AFTER_S
-        if done is None and time.monotonic() < until:
-            return SOURCE_PERIOD_S
         if done is None:
-            self._give_up(worker, key, wanted, "they were sent, and no worker has them any more; send them again")
+            tries.num_without += 1
+            if tries.num_without < SOURCE_TRIES:
+                return SOURCE_PERIOD_S
+            self._without_source[key] = wanted.weights_hash, tries.asked
+            _keeps_its_own(worker, "they were sent, and no worker is here that has them; send them again")
             return 0.0
         found = done.identity.weights_hash
         worker.has_weights(found)
@@ -195,8 +216,10 @@ class WeightsKeeper:
         logger.info("%s has come and has loaded %s: %s", worker.address, what, whose)
         return 0.0
 
-    async def _load(self, worker: Worker, wanted: Replacement) -> worker_pb2.UpdateWeightsResponse | None:
-        """Return what the worker says once it has the weights; None where they were sent, and are nowhere any more. Raises
+    async def _load(
+        self, worker: Worker, key: WorkerKey, wanted: Replacement, tries: _Tries
+    ) -> worker_pb2.UpdateWeightsResponse | None:
+        """Return what the worker says once it has the weights; None where they were sent, and no worker gives them. Raises
         AioRpcError of this worker."""
         if wanted.folder:
             request = worker_pb2.UpdateWeightsRequest(folder=wanted.folder)
@@ -207,19 +230,37 @@ class WeightsKeeper:
         except grpc.aio.AioRpcError as error:
             if error.code() not in _NOT_KEPT:
                 raise
-        for source in list(self._fleet.workers.values()):
-            current = source.current
-            if source is worker or current is None or current.info.identity.weights_hash != wanted.weights_hash:
+        for source in self._sources(worker, wanted):
+            if (current := source.current) is None or not self._is_due(worker, key, wanted):
                 continue
-            if (done := await unless(current.lost, _passed_on(source, worker, wanted.weights_hash))) is not None:
+            tries.asked.add((source.address, current.info.epoch))
+            passing = _Passing(source, current.lost, wanted.weights_hash)
+            if (done := await passing.to(worker, lambda: self._is_due(worker, key, wanted))) is not None:
                 return done
         return None
 
+    def _sources(self, worker: Worker, wanted: Replacement, without: Collection[WorkerKey] = ()) -> list[Worker]:
+        """Return the workers that compute with the weights, in any order, but for the processes `without`."""
+        found = [
+            other
+            for other in self._fleet.workers.values()
+            if other is not worker
+            and (current := other.current) is not None
+            and current.info.identity.weights_hash == wanted.weights_hash
+            and (other.address, current.info.epoch) not in without
+        ]
+        random.shuffle(found)  # several routers, and workers that come, ask at the same time
+        return found
+
     def _give_up(self, worker: Worker, key: WorkerKey, wanted: Replacement, problem: str) -> None:
-        """Leave the worker with its own weights, apart from the others."""
+        """Leave the worker with its own weights for good, apart from the others."""
         self._given_up[key] = wanted.weights_hash
-        text = "%s has come with weights that were replaced and keeps them, apart from the others: %s"
-        logger.warning(text, worker.address, problem)
+        _keeps_its_own(worker, problem)
+
+
+def _keeps_its_own(worker: Worker, problem: str) -> None:
+    text = "%s has come with weights that were replaced and keeps them, apart from the others: %s"
+    logger.warning(text, worker.address, problem)
 
 
 def _is_asleep(worker: Worker) -> bool:
@@ -227,25 +268,43 @@ def _is_asleep(worker: Worker) -> bool:
     return current is not None and current.load.serving_state == worker_pb2.SERVING_STATE_ASLEEP
 
 
-async def _passed_on(source: Worker, worker: Worker, weights_hash: str) -> worker_pb2.UpdateWeightsResponse | None:
-    """Return what `worker` says once it has the files that `source` keeps of its weights; None where that one does not give them,
-    or not all of them. Raises AioRpcError of `worker`."""
-    reading = source.control.ReadWeights(worker_pb2.ReadWeightsRequest(weights_hash=weights_hash), timeout=PASS_TIMEOUT_S)
-    lost: list[grpc.aio.AioRpcError] = []
+class _Passing:
+    """Pass the files that `source` keeps of its weights on to another worker. `lost` says that it is lost."""
 
-    async def pieces() -> AsyncIterator[worker_pb2.SendWeightsRequest]:
+    def __init__(self, source: Worker, lost: Signal, weights_hash: str) -> None:
+        request = worker_pb2.ReadWeightsRequest(weights_hash=weights_hash)
+        self._address, self._lost = source.address, lost
+        self._reading = source.control.ReadWeights(request, timeout=PASS_TIMEOUT_S)
+        self._problem = ""
+
+    async def to(self, worker: Worker, is_wanted: Callable[[], bool]) -> worker_pb2.UpdateWeightsResponse | None:
+        """Return what `worker` says once it has them; None where the source does not give them, or not all of them, or they are
+        not wanted any more. Raises AioRpcError of `worker`."""
         try:
-            async for message in reading:
-                yield message.piece
-        except grpc.aio.AioRpcError as error:  # what has come until then is refused: its end is missing
-            lost.append(error)
+            return await worker.control.SendWeights(self._pieces(is_wanted), timeout=PASS_TIMEOUT_S)
+        except grpc.aio.AioRpcError:
+            if not self._problem:
+                raise
+            logger.warning("%s gives %s no weights: %s", self._address, worker.address, self._problem)
+            return None
+        finally:
+            self._reading.cancel()
 
-    try:
-        return await worker.control.SendWeights(pieces(), timeout=PASS_TIMEOUT_S)
-    except grpc.aio.AioRpcError:
-        if not lost:
-            raise
-        logger.warning("%s gives %s no weights: %s", source.address, worker.address, lost[0].details() or lost[0].code().name)
-        return None
-    finally:
-        reading.cancel()
+    async def _pieces(self, is_wanted: Callable[[], bool]) -> AsyncIterator[worker_pb2.SendWeightsRequest]:
+        """Yield them to the end, or to the first problem: what has come until then is refused, as its end is missing."""
+        try:
+            while is_wanted() and (piece := await unless(self._lost, self._next())) is not None:
+                yield piece
+                if piece.sha256:
+                    return
+            self._problem = "it is lost" if self._lost.is_set() else "they are not wanted any more"
+        except grpc.aio.AioRpcError as error:
+            self._problem = error.details() or error.code().name
+        except TimeoutError:
+            self._problem = f"nothing came for {PIECE_TIMEOUT_S:.0f} s"
+
+    async def _next(self) -> worker_pb2.SendWeightsRequest | None:
+        """Return the next piece; None at the end of the stream."""
+        async with asyncio.timeout(PIECE_TIMEOUT_S):
+            message = await self._reading.read()
+        return message.piece if isinstance(message, worker_pb2.ReadWeightsResponse) else None
