@@ -40,8 +40,8 @@ MAX_SHARE = 0.75
 """Share of the time for steps without prompts: otherwise a sequence behind its schedule would admit no prompt."""
 BEHIND_TARGET = 0.95
 """But an objective that can still be met comes first: what a sequence is behind this share of it is made up for within SPREAD
-steps. With all of it half of the sequences would miss it. Where steps without prompts take more than that share leaves for
-prompts, it is half way from what they take to the objective: prompts go on."""
+steps, or more where sequences speculate. With all of it half of the sequences would miss it. Where steps without prompts take
+more than that share leaves for prompts, it is half way from what they take to the objective: prompts go on."""
 LEAST_TOKENS, LEAST_TOKENS_DRAFTING = 8, 32
 """Prompt tokens of a step that has any; of SPREAD steps one has them, whatever the objectives. The latter where sequences
 speculate."""
@@ -129,7 +129,8 @@ class TpotLimiter:
             self._output += LEARN_OUTPUT * (len(sequence.output) - self._output)
 
     def tightest(self, decoding: Sequence_[Sequence], now_ns: int) -> Pace | None:
-        """Return the tightest schedule; None: no decoding sequence has an objective that a step without prompts can keep."""
+        """Return the tightest schedule; None: no decoding sequence has an objective that steps without prompts, with
+        the drafts that are usual, can keep."""
         decode_s = self._decode_s(decoding, self._num_guessed * len(decoding))
         paces = [self._pace(sequence, now_ns) for sequence in decoding if sequence.paced_from_ns]
         possible = [pace for pace in paces if pace.pace_s * pace.tokens_per_step > TARGET * decode_s]

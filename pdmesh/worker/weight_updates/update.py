@@ -52,7 +52,7 @@ class _Asked:
     keep: Callable[[str], KeptWeights | None] = lambda _: None
 
 
-async def _to_its_end(change: Coroutine[object, object, T]) -> T:
+async def _shielded(change: Coroutine[object, object, T]) -> T:
     """Await it in a task of its own: a caller that leaves ends neither a load, beside which the next would begin, nor the
     change."""
     return await asyncio.shield(asyncio.create_task(change, name="weights"))
@@ -86,12 +86,12 @@ class WorkerWeights:
         if request.sent_hash:
             if folder:
                 raise InvalidArgument("sent_hash", "is given beside a folder; give one of them")
-            return await _to_its_end(self._use_kept(request.sent_hash, order))
+            return await _shielded(self._use_kept(request.sent_hash, order))
         if not folder or len(folder) > MAX_FOLDER_CHARS:
             raise InvalidArgument("folder", f"has {len(folder)} characters; give a folder or a .gguf file as this worker sees it")
         if not await asyncio.to_thread(os.path.exists, folder):  # False also for a text that can be no path
             raise InvalidArgument("folder", f"{folder[:200]!r} does not exist on this worker's machine")
-        return await _to_its_end(self._update(_Asked(folder, order)))
+        return await _shielded(self._update(_Asked(folder, order)))
 
     async def receive(self, messages: AsyncIterator[worker_pb2.SendWeightsRequest]) -> worker_pb2.UpdateWeightsResponse:
         """Serve SendWeights. What was received is kept while this worker computes with it. Raises MeshError."""
@@ -105,7 +105,7 @@ class WorkerWeights:
         except BaseException:
             await asyncio.to_thread(received.remove)
             raise
-        return await _to_its_end(self._use(received, first.weights_hash, order))
+        return await _shielded(self._use(received, first.weights_hash, order))
 
     async def _use(self, received: ReceivedWeights, expected: str, order: int) -> worker_pb2.UpdateWeightsResponse:
         try:
@@ -129,9 +129,9 @@ class WorkerWeights:
 
     async def read(self, weights_hash: str) -> AsyncGenerator[worker_pb2.ReadWeightsResponse, None]:
         """Serve ReadWeights. Raises NotFound."""
-        present = self._kept
-        is_it = present is not None and present.weights_hash == weights_hash
-        kept = KeptWeights.hold(present.folder) if present is not None and is_it else None
+        present, kept = self._kept, None
+        if present is not None and present.weights_hash == weights_hash:
+            kept = KeptWeights.hold(present.folder)  # of its own: these weights may be replaced meanwhile
         if kept is None:
             raise NotFound(f"this worker keeps no files of the weights {weights_hash[:80]!r}", field="weights_hash")
         try:
