@@ -77,7 +77,9 @@ async def held(name: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None
 
 @asynccontextmanager
 async def joining(pair: Pair, peer: Peer) -> AsyncIterator[None]:
-    """A worker that the router finds now."""
+    """A worker that the router finds now. What is fetched is chosen now, too: it might have been chosen for one of the pair,
+    seconds ago and of half of the requests."""
+    pair.mesh.router.warming._hot.clear()
     fleet, num_before = pair.mesh.router.core.fleet, len(pair.mesh.router.core.fleet.views())
     fleet._add(peer.info.address, static=True)
     await eventually(lambda: len(fleet.views()) == num_before + 1)

@@ -350,7 +350,7 @@ async def test_an_abort_ends_what_runs_and_what_waits_with_what_it_has(model_fol
         assert [reasons(answer) for answer in answers] == [{common_pb2.FINISH_REASON_ABORT}] * 4
         assert [answer.tokens() for answer in answers] == [expected(3), expected(3), [], []]
         assert [answer.completed and answer.completed.usage.completion_tokens for answer in answers] == [3, 6, 0, 0]
-        await eventually(lambda: not mesh["d0"].held)
+        await eventually(lambda: not mesh["d0"].held and not mesh.router.core.fleet.ready())  # both are known to be paused
         mesh["d0"].pause_at, mesh["d0"].full = None, False
         later = asyncio.create_task(mesh.generate(request()))
         await asyncio.sleep(0.3)  # a few reports with the same id
