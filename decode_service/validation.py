@@ -12,6 +12,7 @@ from kvtransfer.kv_sources import check_holder
 from kvtransfer.reservation import AlreadyRunning, InvalidTransition, Mode, StaleAttempt
 from pdmesh.engine.request import EngineRequest
 from pdmesh.runtime.errors import Aborted, FailedPrecondition, InvalidArgument, MeshError, ResourceExhausted, Unavailable
+from pdmesh.step_sharing import unpaced_from_ns
 from pdmesh.v1 import common_pb2, decode_pb2, mesh_pb2
 
 # Deadlines: a message carries the time left, which becomes a deadline on this worker's own monotonic clock.
@@ -67,7 +68,8 @@ class SubmitValidator:
         mode, engine_request = _MODES[request.mode], await self.translate(request.request)
         if earlier and self.earlier is not None:
             engine_request = self.earlier.request_for(earlier, request.request, engine_request)
-        engine_request = replace(engine_request, tpot_goal_s=request.tpot_goal_ms / 1000)
+        unpaced_ns = unpaced_from_ns(received_ns, request.ttft_left_ms)
+        engine_request = replace(engine_request, tpot_goal_s=request.tpot_goal_ms / 1000, unpaced_from_ns=unpaced_ns)
         _check_mode(mode, engine_request)
         holder = request.holder if request.HasField("holder") else None
         if holder is not None:

@@ -20,6 +20,7 @@ from pdmesh.runtime import log
 from pdmesh.runtime.errors import FailedPrecondition, InvalidArgument, Unavailable
 from pdmesh.runtime.telemetry.spans import StepLog
 from pdmesh.runtime.telemetry.tracing import OFF, Tracing
+from pdmesh.step_sharing import unpaced_from_ns
 from pdmesh.v1 import common_pb2, prefill_pb2
 from pdmesh.v1.prefill_pb2_grpc import PrefillServiceServicer
 from prefill_service.embedding import embed, embedding_request
@@ -62,7 +63,9 @@ class PrefillValidator:
         if request.HasField("holder"):
             check_holder(request.holder, num_tokens)
         return Assignment(
-            engine_request=named(engine_request, engine_id),
+            engine_request=replace(
+                named(engine_request, engine_id), unpaced_from_ns=unpaced_from_ns(received_ns, request.ttft_left_ms)
+            ),
             reservation=request.reservation,
             num_tokens=num_tokens,
             deadline=now + request.time_left_ms / 1000 if request.time_left_ms else None,

@@ -1,8 +1,8 @@
 """Runs pytest; what failed runs once more, alone, and what passes then is printed as a table with its first failure.
 
 `python -m tests.repeat NAME PYTEST-ARGUMENTS`. A test that passes only when repeated is broken: if it happens twice in three runs
-of NAME, the run fails. The runs before are remembered in the cache ($PDMESH_CACHE/repeated/NAME.json). At the end stand the files
-whose tests took longest.
+of NAME, the run fails. The runs before are remembered in the cache ($PDMESH_CACHE/repeated/NAME.json), as is pytest's report of
+the latest one, with the time of each test (NAME.xml). At the end stand the files whose tests took longest.
 """
 
 from __future__ import annotations
@@ -39,12 +39,11 @@ class Run:
     seconds: Mapping[str, float]
 
 
-def run(arguments: Sequence[str]) -> Run:
-    """Run pytest."""
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        done = subprocess.run([sys.executable, "-m", "pytest", *arguments, f"--junitxml={report}"], check=False)
-        return Run(done.returncode, failures(report), seconds(report)) if report.is_file() else Run(done.returncode, {}, {})
+def run(arguments: Sequence[str], report: Path) -> Run:
+    """Run pytest, which writes its report there."""
+    report.unlink(missing_ok=True)
+    done = subprocess.run([sys.executable, "-m", "pytest", *arguments, f"--junitxml={report}"], check=False)
+    return Run(done.returncode, failures(report), seconds(report)) if report.is_file() else Run(done.returncode, {}, {})
 
 
 def failures(report: Path) -> dict[str, str]:
@@ -105,16 +104,17 @@ def main(argv: Sequence[str]) -> int:
     """Run, repeat, compare with the runs before; return the exit code."""
     name, *arguments = argv
     path = history(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
     before = read(path)
-    first = run(arguments)
+    first = run(arguments, path.with_suffix(".xml"))
     code, repeated = first.code, dict[str, str]()
     print(slowest(first.seconds))
     if code == FAILED:
-        again = run([*arguments, "--last-failed", "--last-failed-no-failures=none", "-n0"])
+        with tempfile.TemporaryDirectory() as folder:
+            again = run([*arguments, "--last-failed", "--last-failed-no-failures=none", "-n0"], Path(folder) / "report.xml")
         code, repeated = again.code, {test: problem for test, problem in first.failures.items() if test not in again.failures}
         if repeated:
             Console(width=130).print(table(repeated, before))
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps([*before, sorted(repeated)][-NUM_RUNS:]), encoding="utf-8")
     too_often = [test for test in repeated if times(test, before) >= MOST]
     if too_often:

@@ -49,7 +49,7 @@ from pdmesh.engine.request import EngineRequest
 from pdmesh.engine.request_validation import Limits
 from pdmesh.engine.runner.model_runner import ModelRunner, SampledOutput
 from pdmesh.engine.runner.overlap import overlap_scheduler
-from pdmesh.engine.runner.pooling import Pooler, final_norm
+from pdmesh.engine.runner.prompt_outputs import Pooler, final_norm
 from pdmesh.engine.scheduler.requests import RequestTable, Reservations, check_integrity
 from pdmesh.engine.scheduler.scheduler import Scheduler, SchedulerOutput
 from pdmesh.engine.scheduler.sequence import Phase

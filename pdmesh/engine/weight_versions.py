@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pdmesh.engine.kv_cache.events import LayerReadiness
     from pdmesh.engine.models.config import ModelConfig
     from pdmesh.engine.runner.batch import StepBatch
-    from pdmesh.engine.runner.pooling import Pooler
+    from pdmesh.engine.runner.prompt_outputs import Pooler
     from pdmesh.engine.scheduler.scheduler import ScheduledSequence
 
 GRACE_S = 30.0

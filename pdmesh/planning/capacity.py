@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 
 from pdmesh.planning import prompt_times
 from pdmesh.planning.capacity_load import Goals, Lengths, Load, Worker
-from pdmesh.planning.latency_model import BEHIND_TARGET, MAX_SHARE, PACE_TARGET
 from pdmesh.planning.prompt_times import PromptTimes, Waiting, times_alone, times_beside, waiting
+from pdmesh.step_sharing import BEHIND_TARGET, MAX_SHARE, PACE_TARGET
 
 # The number of sequences that decode at once, as they come and go by chance.
 #

@@ -106,29 +106,6 @@ class Drafts:
 NO_DRAFTS = Drafts()
 
 
-# The engine's TPOT budget, for all predictions of it. Copies of the numbers in `pdmesh/engine/scheduler/`, `tpot_limiter.py` and
-# `scheduler.py`, which explain each and cannot be imported here; a test compares them.
-
-
-PACE_TARGET = 0.9
-"""Share of a TPOT objective that is the pace: steps with prompts last no longer, once the sequences' slack is used up."""
-SPREAD = 8
-"""Steps over which the slack is used up."""
-MAX_SHARE = 0.75
-"""Share of the time for steps of running sequences alone: prompts get the rest, as long as BEHIND_TARGET is kept all the same."""
-BEHIND_TARGET = 0.95
-"""Share of a TPOT objective that sequences behind their pace keep while prompts have their least share; see `behind_target`."""
-LEAST_TOKENS, LEAST_TOKENS_DRAFTING = 8, 32
-"""Prompt tokens in a step, whatever the objectives; the latter where a row has more tokens of a step than DRAFTING."""
-DRAFTING = 1.1
-FORGIVEN = 32
-"""Paces that a sequence can be behind."""
-OLDEST_SHARE = 0.5
-"""The least part of a step's prompt tokens for the oldest prompt; the rest is for prompts much shorter than it."""
-MUCH_SHORTER = 0.5
-"""The part of the oldest prompt's tokens up to which another one shares its steps."""
-
-
 # The prior of a step's time: operations over operations a second, bytes over bytes a second.
 
 
@@ -225,15 +202,3 @@ def prior_of(
         per_sequence_s=token_s + more_s(batch) + 2 * shape.num_head_weights / operations_s + OVERHEAD_PER_SEQUENCE_S,
         per_context_token_s=share * (shape.kv_bytes_per_token / bytes_s + shape.attention_operations / operations_s),
     )
-
-
-def behind_target(filled: float) -> float:
-    """Return the share of a TPOT objective that sequences behind their pace keep, where steps of them alone fill the share
-    `filled` of it, less than 1."""
-    return max(BEHIND_TARGET, (1 + filled) / 2)
-
-
-def decode_share(filled: float) -> float:
-    """Return the largest share of the time that steps of sequences alone have beside prompts, where such a step fills the share
-    `filled` of their TPOT objective. From 1 on they cannot keep it, and hold no prompt back."""
-    return max(MAX_SHARE, filled / behind_target(filled)) if filled < 1 else MAX_SHARE

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdmesh.planning.capacity_load import Goals, Lengths, Worker
-from pdmesh.planning.latency_model import PACE_TARGET, LatencyModel, decode_share
+from pdmesh.planning.latency_model import LatencyModel
+from pdmesh.step_sharing import PACE_TARGET, decode_share
 
 # The wait for one of several servers. Seconds.
 #

@@ -125,7 +125,7 @@ SIMULATOR = Build(
     root=Path(__file__).resolve().parents[2],
     packages=("pdmesh/simulator", "pdmesh/autoscaler", "router", "pdmesh/planning"),
     entries=("pdmesh.simulator.autoscaling", "pdmesh.simulator.results", "pdmesh.simulator.arrivals"),
-    seen=("pdmesh/runtime", "pdmesh/v1", "pdmesh/text", "kvtransfer", "pdmesh/adapter_id.py"),
+    seen=("pdmesh/runtime", "pdmesh/v1", "pdmesh/text", "kvtransfer", "pdmesh/adapter_id.py", "pdmesh/step_sharing.py"),
     left=("pdmesh.autoscaler.settings", "router.config"),  # configuration is read by the types of its fields
     fast=(
         "pdmesh.autoscaler.collect.workers",

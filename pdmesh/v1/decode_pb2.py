@@ -28,7 +28,7 @@ from pdmesh.v1 import prefill_pb2 as pdmesh_dot_v1_dot_prefill__pb2
 from pdmesh.v1 import worker_pb2 as pdmesh_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16pdmesh/v1/decode.proto\x12\tpdmesh.v1\x1a\x16pdmesh/v1/common.proto\x1a\x14pdmesh/v1/mesh.proto\x1a\x17pdmesh/v1/prefill.proto\x1a\x16pdmesh/v1/worker.proto\"\x9e\x02\n\rSubmitRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\trouter_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12$\n\x04mode\x18\x04 \x01(\x0e\x32\x16.pdmesh.v1.PrefillMode\x12(\n\x07request\x18\x05 \x01(\x0b\x32\x17.pdmesh.v1.TokenRequest\x12\x14\n\x0ctime_left_ms\x18\x06 \x01(\x04\x12%\n\x08identity\x18\x07 \x01(\x0b\x32\x13.pdmesh.v1.Identity\x12\r\n\x05\x65poch\x18\x08 \x01(\x06\x12\x14\n\x0ctpot_goal_ms\x18\t \x01(\r\x12#\n\x06holder\x18\n \x01(\x0b\x32\x13.pdmesh.v1.KVHolder\"=\n\x0eSubmitResponse\x12+\n\x0breservation\x18\x01 \x01(\x0b\x32\x16.pdmesh.v1.Reservation\"3\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x1f\n\x0e\x43\x61ncelResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\x81\x01\n\rAttachRequest\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12-\n\rresume_points\x18\x02 \x03(\x0b\x32\x16.pdmesh.v1.ResumePoint\x12\x11\n\tperiod_ms\x18\x03 \x01(\r\x12\x1b\n\x13waiting_request_ids\x18\x04 \x03(\t\"E\n\x0bResumePoint\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\x12\x12\n\nnext_index\x18\x03 \x01(\r\"\xa3\x01\n\x05\x46rame\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x11\n\tnum_steps\x18\x02 \x01(\x04\x12*\n\x07outputs\x18\x03 \x03(\x0b\x32\x19.pdmesh.v1.SequenceOutput\x12\'\n\x06\x65vents\x18\x04 \x03(\x0b\x32\x17.pdmesh.v1.RequestEvent\x12#\n\x04load\x18\x05 \x01(\x0b\x32\x15.pdmesh.v1.LoadReport\"\x90\x02\n\x0eSequenceOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\x12\x13\n\x0b\x66irst_index\x18\x03 \x01(\r\x12\x15\n\ttoken_ids\x18\x04 \x03(\rB\x02\x10\x01\x12%\n\x08logprobs\x18\x05 \x03(\x0b\x32\x13.pdmesh.v1.Logprobs\x12.\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x17.pdmesh.v1.FinishReason\x12\x13\n\x0bnum_drafted\x18\x07 \x01(\r\x12\x14\n\x0cnum_accepted\x18\x08 \x01(\r\x12,\n\x0fprompt_logprobs\x18\t \x03(\x0b\x32\x13.pdmesh.v1.Logprobs\"\xa4\x02\n\x0cRequestEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12)\n\x04kind\x18\x03 \x01(\x0e\x32\x1b.pdmesh.v1.RequestEventKind\x12\x0c\n\x04\x63ode\x18\x04 \x01(\r\x12\x0f\n\x07message\x18\x05 \x01(\t\x12\x10\n\x08kv_bytes\x18\x06 \x01(\x04\x12\x11\n\ttransport\x18\x07 \x01(\t\x12\x17\n\x0f\x64\x65\x63ode_queue_ns\x18\x08 \x01(\x04\x12\x30\n\rlocal_prefill\x18\t \x01(\x0b\x32\x19.pdmesh.v1.PrefillTimings\x12\x19\n\x11num_cached_tokens\x18\n \x01(\r\x12\x1a\n\x12num_rounded_tokens\x18\x0b \x01(\r*u\n\x10RequestEventKind\x12\"\n\x1eREQUEST_EVENT_KIND_UNSPECIFIED\x10\x00\x12\x1e\n\x1aREQUEST_EVENT_KIND_STARTED\x10\x01\x12\x1d\n\x19REQUEST_EVENT_KIND_FAILED\x10\x02\x32\xc7\x01\n\rDecodeService\x12=\n\x06Submit\x12\x18.pdmesh.v1.SubmitRequest\x1a\x19.pdmesh.v1.SubmitResponse\x12=\n\x06\x43\x61ncel\x12\x18.pdmesh.v1.CancelRequest\x1a\x19.pdmesh.v1.CancelResponse\x12\x38\n\x06\x41ttach\x12\x18.pdmesh.v1.AttachRequest\x1a\x10.pdmesh.v1.Frame(\x01\x30\x01\x42}\n\x13io.github.pdmesh.v1B\x0b\x44\x65\x63odeProtoP\x01Z2github.com/pdmesh/pdmesh/gen/go/pdmesh/v1;pdmeshv1\xaa\x02\tPdmesh.V1\xca\x02\tPdmesh\\V1\xea\x02\nPdmesh::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16pdmesh/v1/decode.proto\x12\tpdmesh.v1\x1a\x16pdmesh/v1/common.proto\x1a\x14pdmesh/v1/mesh.proto\x1a\x17pdmesh/v1/prefill.proto\x1a\x16pdmesh/v1/worker.proto\"\xb4\x02\n\rSubmitRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\trouter_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12$\n\x04mode\x18\x04 \x01(\x0e\x32\x16.pdmesh.v1.PrefillMode\x12(\n\x07request\x18\x05 \x01(\x0b\x32\x17.pdmesh.v1.TokenRequest\x12\x14\n\x0ctime_left_ms\x18\x06 \x01(\x04\x12%\n\x08identity\x18\x07 \x01(\x0b\x32\x13.pdmesh.v1.Identity\x12\r\n\x05\x65poch\x18\x08 \x01(\x06\x12\x14\n\x0ctpot_goal_ms\x18\t \x01(\r\x12#\n\x06holder\x18\n \x01(\x0b\x32\x13.pdmesh.v1.KVHolder\x12\x14\n\x0cttft_left_ms\x18\x0b \x01(\r\"=\n\x0eSubmitResponse\x12+\n\x0breservation\x18\x01 \x01(\x0b\x32\x16.pdmesh.v1.Reservation\"3\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x1f\n\x0e\x43\x61ncelResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\x81\x01\n\rAttachRequest\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12-\n\rresume_points\x18\x02 \x03(\x0b\x32\x16.pdmesh.v1.ResumePoint\x12\x11\n\tperiod_ms\x18\x03 \x01(\r\x12\x1b\n\x13waiting_request_ids\x18\x04 \x03(\t\"E\n\x0bResumePoint\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\x12\x12\n\nnext_index\x18\x03 \x01(\r\"\xa3\x01\n\x05\x46rame\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x11\n\tnum_steps\x18\x02 \x01(\x04\x12*\n\x07outputs\x18\x03 \x03(\x0b\x32\x19.pdmesh.v1.SequenceOutput\x12\'\n\x06\x65vents\x18\x04 \x03(\x0b\x32\x17.pdmesh.v1.RequestEvent\x12#\n\x04load\x18\x05 \x01(\x0b\x32\x15.pdmesh.v1.LoadReport\"\x90\x02\n\x0eSequenceOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\x12\x13\n\x0b\x66irst_index\x18\x03 \x01(\r\x12\x15\n\ttoken_ids\x18\x04 \x03(\rB\x02\x10\x01\x12%\n\x08logprobs\x18\x05 \x03(\x0b\x32\x13.pdmesh.v1.Logprobs\x12.\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x17.pdmesh.v1.FinishReason\x12\x13\n\x0bnum_drafted\x18\x07 \x01(\r\x12\x14\n\x0cnum_accepted\x18\x08 \x01(\r\x12,\n\x0fprompt_logprobs\x18\t \x03(\x0b\x32\x13.pdmesh.v1.Logprobs\"\xa4\x02\n\x0cRequestEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12)\n\x04kind\x18\x03 \x01(\x0e\x32\x1b.pdmesh.v1.RequestEventKind\x12\x0c\n\x04\x63ode\x18\x04 \x01(\r\x12\x0f\n\x07message\x18\x05 \x01(\t\x12\x10\n\x08kv_bytes\x18\x06 \x01(\x04\x12\x11\n\ttransport\x18\x07 \x01(\t\x12\x17\n\x0f\x64\x65\x63ode_queue_ns\x18\x08 \x01(\x04\x12\x30\n\rlocal_prefill\x18\t \x01(\x0b\x32\x19.pdmesh.v1.PrefillTimings\x12\x19\n\x11num_cached_tokens\x18\n \x01(\r\x12\x1a\n\x12num_rounded_tokens\x18\x0b \x01(\r*u\n\x10RequestEventKind\x12\"\n\x1eREQUEST_EVENT_KIND_UNSPECIFIED\x10\x00\x12\x1e\n\x1aREQUEST_EVENT_KIND_STARTED\x10\x01\x12\x1d\n\x19REQUEST_EVENT_KIND_FAILED\x10\x02\x32\xc7\x01\n\rDecodeService\x12=\n\x06Submit\x12\x18.pdmesh.v1.SubmitRequest\x1a\x19.pdmesh.v1.SubmitResponse\x12=\n\x06\x43\x61ncel\x12\x18.pdmesh.v1.CancelRequest\x1a\x19.pdmesh.v1.CancelResponse\x12\x38\n\x06\x41ttach\x12\x18.pdmesh.v1.AttachRequest\x1a\x10.pdmesh.v1.Frame(\x01\x30\x01\x42}\n\x13io.github.pdmesh.v1B\x0b\x44\x65\x63odeProtoP\x01Z2github.com/pdmesh/pdmesh/gen/go/pdmesh/v1;pdmeshv1\xaa\x02\tPdmesh.V1\xca\x02\tPdmesh\\V1\xea\x02\nPdmesh::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,26 +38,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._serialized_options = b'\n\023io.github.pdmesh.v1B\013DecodeProtoP\001Z2github.com/pdmesh/pdmesh/gen/go/pdmesh/v1;pdmeshv1\252\002\tPdmesh.V1\312\002\tPdmesh\\V1\352\002\nPdmesh::V1'
   _globals['_SEQUENCEOUTPUT'].fields_by_name['token_ids']._loaded_options = None
   _globals['_SEQUENCEOUTPUT'].fields_by_name['token_ids']._serialized_options = b'\020\001'
-  _globals['_REQUESTEVENTKIND']._serialized_start=1509
-  _globals['_REQUESTEVENTKIND']._serialized_end=1626
+  _globals['_REQUESTEVENTKIND']._serialized_start=1531
+  _globals['_REQUESTEVENTKIND']._serialized_end=1648
   _globals['_SUBMITREQUEST']._serialized_start=133
-  _globals['_SUBMITREQUEST']._serialized_end=419
-  _globals['_SUBMITRESPONSE']._serialized_start=421
-  _globals['_SUBMITRESPONSE']._serialized_end=482
-  _globals['_CANCELREQUEST']._serialized_start=484
-  _globals['_CANCELREQUEST']._serialized_end=535
-  _globals['_CANCELRESPONSE']._serialized_start=537
-  _globals['_CANCELRESPONSE']._serialized_end=568
-  _globals['_ATTACHREQUEST']._serialized_start=571
-  _globals['_ATTACHREQUEST']._serialized_end=700
-  _globals['_RESUMEPOINT']._serialized_start=702
-  _globals['_RESUMEPOINT']._serialized_end=771
-  _globals['_FRAME']._serialized_start=774
-  _globals['_FRAME']._serialized_end=937
-  _globals['_SEQUENCEOUTPUT']._serialized_start=940
-  _globals['_SEQUENCEOUTPUT']._serialized_end=1212
-  _globals['_REQUESTEVENT']._serialized_start=1215
-  _globals['_REQUESTEVENT']._serialized_end=1507
-  _globals['_DECODESERVICE']._serialized_start=1629
-  _globals['_DECODESERVICE']._serialized_end=1828
+  _globals['_SUBMITREQUEST']._serialized_end=441
+  _globals['_SUBMITRESPONSE']._serialized_start=443
+  _globals['_SUBMITRESPONSE']._serialized_end=504
+  _globals['_CANCELREQUEST']._serialized_start=506
+  _globals['_CANCELREQUEST']._serialized_end=557
+  _globals['_CANCELRESPONSE']._serialized_start=559
+  _globals['_CANCELRESPONSE']._serialized_end=590
+  _globals['_ATTACHREQUEST']._serialized_start=593
+  _globals['_ATTACHREQUEST']._serialized_end=722
+  _globals['_RESUMEPOINT']._serialized_start=724
+  _globals['_RESUMEPOINT']._serialized_end=793
+  _globals['_FRAME']._serialized_start=796
+  _globals['_FRAME']._serialized_end=959
+  _globals['_SEQUENCEOUTPUT']._serialized_start=962
+  _globals['_SEQUENCEOUTPUT']._serialized_end=1234
+  _globals['_REQUESTEVENT']._serialized_start=1237
+  _globals['_REQUESTEVENT']._serialized_end=1529
+  _globals['_DECODESERVICE']._serialized_start=1651
+  _globals['_DECODESERVICE']._serialized_end=1850
 # @@protoc_insertion_point(module_scope)

@@ -63,6 +63,7 @@ class SubmitRequest(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     TPOT_GOAL_MS_FIELD_NUMBER: _builtins.int
     HOLDER_FIELD_NUMBER: _builtins.int
+    TTFT_LEFT_MS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """request_id is unique in the mesh; 1 to 64 of [A-Za-z0-9_-]."""
     router_id: _builtins.str
@@ -78,6 +79,10 @@ class SubmitRequest(_message.Message):
     tpot_goal_ms: _builtins.int
     """tpot_goal_ms: the TPOT objective of the request. Steps hold only as much of other prompts as it allows. 0 means that there is
     none.
+    """
+    ttft_left_ms: _builtins.int
+    """ttft_left_ms until the request's TTFT objective, for a prompt that is computed here; 1 once that is over. A prompt that may miss it
+    does not wait for the TPOT objectives of others. 0 means that there is none, or that tokens were emitted.
     """
     @_builtins.property
     def request(self) -> _common_pb2.TokenRequest:
@@ -106,10 +111,11 @@ class SubmitRequest(_message.Message):
         epoch: _builtins.int = ...,
         tpot_goal_ms: _builtins.int = ...,
         holder: _prefill_pb2.KVHolder | None = ...,
+        ttft_left_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder", "identity", b"identity", "request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "epoch", b"epoch", "holder", b"holder", "identity", b"identity", "mode", b"mode", "request", b"request", "request_id", b"request_id", "router_id", b"router_id", "time_left_ms", b"time_left_ms", "tpot_goal_ms", b"tpot_goal_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "epoch", b"epoch", "holder", b"holder", "identity", b"identity", "mode", b"mode", "request", b"request", "request_id", b"request_id", "router_id", b"router_id", "time_left_ms", b"time_left_ms", "tpot_goal_ms", b"tpot_goal_ms", "ttft_left_ms", b"ttft_left_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pdmesh.v1 import common_pb2 as pdmesh_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pdmesh/v1/prefill.proto\x12\tpdmesh.v1\x1a\x16pdmesh/v1/common.proto\"\xdd\x01\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12(\n\x07request\x18\x02 \x01(\x0b\x32\x17.pdmesh.v1.TokenRequest\x12+\n\x0breservation\x18\x03 \x01(\x0b\x32\x16.pdmesh.v1.Reservation\x12%\n\x08identity\x18\x04 \x01(\x0b\x32\x13.pdmesh.v1.Identity\x12\x14\n\x0ctime_left_ms\x18\x05 \x01(\x04\x12#\n\x06holder\x18\x06 \x01(\x0b\x32\x13.pdmesh.v1.KVHolder\"p\n\x08KVHolder\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x17\n\x0fnum_tier_tokens\x18\x04 \x01(\r\x12\x17\n\x0frestore_token_s\x18\x05 \x01(\x01\"u\n\x0cPrefillEvent\x12.\n\x0c\x66irst_tokens\x18\x01 \x01(\x0b\x32\x16.pdmesh.v1.FirstTokensH\x00\x12,\n\x07outcome\x18\x02 \x01(\x0b\x32\x19.pdmesh.v1.HandoffOutcomeH\x00\x42\x07\n\x05\x65vent\"`\n\x0b\x46irstTokens\x12%\n\x06tokens\x18\x01 \x03(\x0b\x32\x15.pdmesh.v1.FirstToken\x12*\n\x07timings\x18\x02 \x01(\x0b\x32\x19.pdmesh.v1.PrefillTimings\"\xc2\x01\n\nFirstToken\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\r\n\x05index\x18\x02 \x01(\r\x12\x10\n\x08token_id\x18\x03 \x01(\r\x12%\n\x08logprobs\x18\x04 \x01(\x0b\x32\x13.pdmesh.v1.Logprobs\x12.\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x17.pdmesh.v1.FinishReason\x12,\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32\x13.pdmesh.v1.Logprobs\"\xa8\x01\n\x0eHandoffOutcome\x12(\n\x06status\x18\x01 \x01(\x0e\x32\x18.pdmesh.v1.HandoffStatus\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x10\n\x08kv_bytes\x18\x03 \x01(\x04\x12\x11\n\ttransport\x18\x04 \x01(\t\x12\x15\n\rkv_exposed_ns\x18\x05 \x01(\x04\x12\x11\n\tretryable\x18\x06 \x01(\x08\x12\x0c\n\x04\x63ode\x18\x07 \x01(\r\"\x8d\x01\n\x12\x45mbedPromptRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12(\n\x07request\x18\x02 \x01(\x0b\x32\x17.pdmesh.v1.TokenRequest\x12#\n\x07pooling\x18\x03 \x01(\x0e\x32\x12.pdmesh.v1.Pooling\x12\x14\n\x0ctime_left_ms\x18\x04 \x01(\x04\"U\n\x13\x45mbedPromptResponse\x12\x12\n\x06values\x18\x01 \x03(\x02\x42\x02\x10\x01\x12*\n\x07timings\x18\x02 \x01(\x0b\x32\x19.pdmesh.v1.PrefillTimings*\x85\x01\n\rHandoffStatus\x12\x1e\n\x1aHANDOFF_STATUS_UNSPECIFIED\x10\x00\x12\x1c\n\x18HANDOFF_STATUS_COMMITTED\x10\x01\x12\x1b\n\x17HANDOFF_STATUS_FINISHED\x10\x02\x12\x19\n\x15HANDOFF_STATUS_FAILED\x10\x03\x32\x99\x01\n\x0ePrefillService\x12?\n\x07Prefill\x12\x19.pdmesh.v1.PrefillRequest\x1a\x17.pdmesh.v1.PrefillEvent0\x01\x12\x46\n\x05\x45mbed\x12\x1d.pdmesh.v1.EmbedPromptRequest\x1a\x1e.pdmesh.v1.EmbedPromptResponseB~\n\x13io.github.pdmesh.v1B\x0cPrefillProtoP\x01Z2github.com/pdmesh/pdmesh/gen/go/pdmesh/v1;pdmeshv1\xaa\x02\tPdmesh.V1\xca\x02\tPdmesh\\V1\xea\x02\nPdmesh::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pdmesh/v1/prefill.proto\x12\tpdmesh.v1\x1a\x16pdmesh/v1/common.proto\"\xf3\x01\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12(\n\x07request\x18\x02 \x01(\x0b\x32\x17.pdmesh.v1.TokenRequest\x12+\n\x0breservation\x18\x03 \x01(\x0b\x32\x16.pdmesh.v1.Reservation\x12%\n\x08identity\x18\x04 \x01(\x0b\x32\x13.pdmesh.v1.Identity\x12\x14\n\x0ctime_left_ms\x18\x05 \x01(\x04\x12#\n\x06holder\x18\x06 \x01(\x0b\x32\x13.pdmesh.v1.KVHolder\x12\x14\n\x0cttft_left_ms\x18\x07 \x01(\r\"p\n\x08KVHolder\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x17\n\x0fnum_tier_tokens\x18\x04 \x01(\r\x12\x17\n\x0frestore_token_s\x18\x05 \x01(\x01\"u\n\x0cPrefillEvent\x12.\n\x0c\x66irst_tokens\x18\x01 \x01(\x0b\x32\x16.pdmesh.v1.FirstTokensH\x00\x12,\n\x07outcome\x18\x02 \x01(\x0b\x32\x19.pdmesh.v1.HandoffOutcomeH\x00\x42\x07\n\x05\x65vent\"`\n\x0b\x46irstTokens\x12%\n\x06tokens\x18\x01 \x03(\x0b\x32\x15.pdmesh.v1.FirstToken\x12*\n\x07timings\x18\x02 \x01(\x0b\x32\x19.pdmesh.v1.PrefillTimings\"\xc2\x01\n\nFirstToken\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\r\n\x05index\x18\x02 \x01(\r\x12\x10\n\x08token_id\x18\x03 \x01(\r\x12%\n\x08logprobs\x18\x04 \x01(\x0b\x32\x13.pdmesh.v1.Logprobs\x12.\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x17.pdmesh.v1.FinishReason\x12,\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32\x13.pdmesh.v1.Logprobs\"\xa8\x01\n\x0eHandoffOutcome\x12(\n\x06status\x18\x01 \x01(\x0e\x32\x18.pdmesh.v1.HandoffStatus\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x10\n\x08kv_bytes\x18\x03 \x01(\x04\x12\x11\n\ttransport\x18\x04 \x01(\t\x12\x15\n\rkv_exposed_ns\x18\x05 \x01(\x04\x12\x11\n\tretryable\x18\x06 \x01(\x08\x12\x0c\n\x04\x63ode\x18\x07 \x01(\r\"\x8d\x01\n\x12\x45mbedPromptRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12(\n\x07request\x18\x02 \x01(\x0b\x32\x17.pdmesh.v1.TokenRequest\x12#\n\x07pooling\x18\x03 \x01(\x0e\x32\x12.pdmesh.v1.Pooling\x12\x14\n\x0ctime_left_ms\x18\x04 \x01(\x04\"U\n\x13\x45mbedPromptResponse\x12\x12\n\x06values\x18\x01 \x03(\x02\x42\x02\x10\x01\x12*\n\x07timings\x18\x02 \x01(\x0b\x32\x19.pdmesh.v1.PrefillTimings*\x85\x01\n\rHandoffStatus\x12\x1e\n\x1aHANDOFF_STATUS_UNSPECIFIED\x10\x00\x12\x1c\n\x18HANDOFF_STATUS_COMMITTED\x10\x01\x12\x1b\n\x17HANDOFF_STATUS_FINISHED\x10\x02\x12\x19\n\x15HANDOFF_STATUS_FAILED\x10\x03\x32\x99\x01\n\x0ePrefillService\x12?\n\x07Prefill\x12\x19.pdmesh.v1.PrefillRequest\x1a\x17.pdmesh.v1.PrefillEvent0\x01\x12\x46\n\x05\x45mbed\x12\x1d.pdmesh.v1.EmbedPromptRequest\x1a\x1e.pdmesh.v1.EmbedPromptResponseB~\n\x13io.github.pdmesh.v1B\x0cPrefillProtoP\x01Z2github.com/pdmesh/pdmesh/gen/go/pdmesh/v1;pdmeshv1\xaa\x02\tPdmesh.V1\xca\x02\tPdmesh\\V1\xea\x02\nPdmesh::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,24 +35,24 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._serialized_options = b'\n\023io.github.pdmesh.v1B\014PrefillProtoP\001Z2github.com/pdmesh/pdmesh/gen/go/pdmesh/v1;pdmeshv1\252\002\tPdmesh.V1\312\002\tPdmesh\\V1\352\002\nPdmesh::V1'
   _globals['_EMBEDPROMPTRESPONSE'].fields_by_name['values']._loaded_options = None
   _globals['_EMBEDPROMPTRESPONSE'].fields_by_name['values']._serialized_options = b'\020\001'
-  _globals['_HANDOFFSTATUS']._serialized_start=1217
-  _globals['_HANDOFFSTATUS']._serialized_end=1350
+  _globals['_HANDOFFSTATUS']._serialized_start=1239
+  _globals['_HANDOFFSTATUS']._serialized_end=1372
   _globals['_PREFILLREQUEST']._serialized_start=63
-  _globals['_PREFILLREQUEST']._serialized_end=284
-  _globals['_KVHOLDER']._serialized_start=286
-  _globals['_KVHOLDER']._serialized_end=398
-  _globals['_PREFILLEVENT']._serialized_start=400
-  _globals['_PREFILLEVENT']._serialized_end=517
-  _globals['_FIRSTTOKENS']._serialized_start=519
-  _globals['_FIRSTTOKENS']._serialized_end=615
-  _globals['_FIRSTTOKEN']._serialized_start=618
-  _globals['_FIRSTTOKEN']._serialized_end=812
-  _globals['_HANDOFFOUTCOME']._serialized_start=815
-  _globals['_HANDOFFOUTCOME']._serialized_end=983
-  _globals['_EMBEDPROMPTREQUEST']._serialized_start=986
-  _globals['_EMBEDPROMPTREQUEST']._serialized_end=1127
-  _globals['_EMBEDPROMPTRESPONSE']._serialized_start=1129
-  _globals['_EMBEDPROMPTRESPONSE']._serialized_end=1214
-  _globals['_PREFILLSERVICE']._serialized_start=1353
-  _globals['_PREFILLSERVICE']._serialized_end=1506
+  _globals['_PREFILLREQUEST']._serialized_end=306
+  _globals['_KVHOLDER']._serialized_start=308
+  _globals['_KVHOLDER']._serialized_end=420
+  _globals['_PREFILLEVENT']._serialized_start=422
+  _globals['_PREFILLEVENT']._serialized_end=539
+  _globals['_FIRSTTOKENS']._serialized_start=541
+  _globals['_FIRSTTOKENS']._serialized_end=637
+  _globals['_FIRSTTOKEN']._serialized_start=640
+  _globals['_FIRSTTOKEN']._serialized_end=834
+  _globals['_HANDOFFOUTCOME']._serialized_start=837
+  _globals['_HANDOFFOUTCOME']._serialized_end=1005
+  _globals['_EMBEDPROMPTREQUEST']._serialized_start=1008
+  _globals['_EMBEDPROMPTREQUEST']._serialized_end=1149
+  _globals['_EMBEDPROMPTRESPONSE']._serialized_start=1151
+  _globals['_EMBEDPROMPTRESPONSE']._serialized_end=1236
+  _globals['_PREFILLSERVICE']._serialized_start=1375
+  _globals['_PREFILLSERVICE']._serialized_end=1528
 # @@protoc_insertion_point(module_scope)

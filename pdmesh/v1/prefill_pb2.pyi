@@ -64,10 +64,13 @@ class PrefillRequest(_message.Message):
     IDENTITY_FIELD_NUMBER: _builtins.int
     TIME_LEFT_MS_FIELD_NUMBER: _builtins.int
     HOLDER_FIELD_NUMBER: _builtins.int
+    TTFT_LEFT_MS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """request_id is unique in the mesh."""
     time_left_ms: _builtins.int
     """time_left_ms until the client's deadline. 0 means none."""
+    ttft_left_ms: _builtins.int
+    """ttft_left_ms until the request's TTFT objective; see SubmitRequest."""
     @_builtins.property
     def request(self) -> _common_pb2.TokenRequest:
         """request in token ids. KV is computed for prompt and emitted tokens of its only unfinished choice; with several choices nothing
@@ -95,10 +98,11 @@ class PrefillRequest(_message.Message):
         identity: _common_pb2.Identity | None = ...,
         time_left_ms: _builtins.int = ...,
         holder: Global___KVHolder | None = ...,
+        ttft_left_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder", "identity", b"identity", "request", b"request", "reservation", b"reservation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder", "identity", b"identity", "request", b"request", "request_id", b"request_id", "reservation", b"reservation", "time_left_ms", b"time_left_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder", "identity", b"identity", "request", b"request", "request_id", b"request_id", "reservation", b"reservation", "time_left_ms", b"time_left_ms", "ttft_left_ms", b"ttft_left_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -12,7 +12,7 @@ import math
 from collections import deque
 from collections.abc import Hashable
 
-from pdmesh.planning.latency_model import MUCH_SHORTER
+from pdmesh.step_sharing import MUCH_SHORTER
 from router.flow_control.capacity import AdmissionSettings, BusyClock, DrainRate, InflightLimiter
 from router.flow_control.fairness import FairQueue, FairShare
 from router.flow_control.slo_admission import (

@@ -18,7 +18,7 @@ from router.fleet.change_notifier import unless
 from router.fleet.incarnation import Incarnation
 from router.fleet.worker import Worker
 from router.lifecycle.output import DraftTotals, OutputError, TokenChunk
-from router.routing.routing_request import tpot_goal_ms
+from router.routing.routing_request import tpot_goal_ms, ttft_left_ms
 from router.routing.worker_snapshot import Mode, WorkerKey
 from router.telemetry.timings import RequestTimings
 from router.tokenization.prepared_request import PreparedRequest
@@ -286,6 +286,7 @@ class DecodeSession:
             epoch=self.info.epoch,
             tpot_goal_ms=tpot_goal_ms(self._core, self._prepared),
             holder=holder,
+            ttft_left_ms=0 if emitted else ttft_left_ms(self._core, self._prepared, self._timings.received_ns),
         )
 
     def _submit_timeout_s(self) -> float:

@@ -10,7 +10,6 @@ import logging
 import time
 from dataclasses import replace
 
-from pdmesh.planning.latency_model import PACE_TARGET
 from pdmesh.runtime.errors import (
     CONTEXT_OVERFLOW,
     STOPPED,
@@ -22,6 +21,7 @@ from pdmesh.runtime.errors import (
     ResourceExhausted,
     Unavailable,
 )
+from pdmesh.step_sharing import PACE_TARGET
 from pdmesh.v1 import worker_pb2
 from router.context import RouterContext
 from router.fleet.change_notifier import wait_at_most

@@ -31,6 +31,7 @@ from router.lifecycle.kv_holder import find_holder, local_holder
 from router.lifecycle.output import TokenChunk
 from router.lifecycle.placement import ReserveStage, give_up, is_sooner_elsewhere, next_prefill
 from router.lifecycle.request import Assignment, Dispatch, PrefillTarget
+from router.routing.routing_request import ttft_left_ms
 
 OUTCOME_GRACE_S = 1.0
 """Time in which a Prefill call may still report its hand-off after every choice has ended."""
@@ -124,6 +125,7 @@ class PrefillCall:
             identity=self._session.info.identity,
             time_left_ms=time_left_ms(prepared.deadline),
             holder=self._holder,
+            ttft_left_ms=0 if attempt.emitted else ttft_left_ms(self._core, prepared, self._timings.received_ns),
         )
         timeout_s = time_left_s(prepared.deadline)
         call = self._prefill.worker.prefill.Prefill(message, timeout=timeout_s, metadata=metadata)

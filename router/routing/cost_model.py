@@ -21,16 +21,8 @@ those that it was sent since from when they came: a report has the figures of th
 import math
 from typing import NamedTuple
 
-from pdmesh.planning.latency_model import (
-    DRAFTING,
-    MAX_SHARE,
-    MUCH_SHORTER,
-    OLDEST_SHARE,
-    PACE_TARGET,
-    LatencyModel,
-    decode_share,
-    prefill_context,
-)
+from pdmesh.planning.latency_model import LatencyModel, prefill_context
+from pdmesh.step_sharing import DRAFTING, MAX_SHARE, MUCH_SHORTER, OLDEST_SHARE, PACE_TARGET, decode_share
 from router.routing.worker_snapshot import WorkerSnapshot
 
 DEFAULT_CHUNK = 512

@@ -4,7 +4,7 @@
 import math
 from typing import NamedTuple
 
-from pdmesh.planning.latency_model import PACE_TARGET
+from pdmesh.step_sharing import PACE_TARGET
 from router.routing.cost_model import SPARED, Goals, OutputSide, Overhead, Prediction, PromptSide, PromptWays, miss
 
 _new = tuple.__new__  # as in router/routing/cost_model.py

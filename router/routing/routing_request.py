@@ -1,5 +1,6 @@
 """Conversion of a prepared request to the policy's input: size, cached prefix by worker, expected output, objectives."""
 
+import time
 from collections.abc import Sequence
 
 from pdmesh.planning.objectives import Bounds
@@ -89,6 +90,13 @@ def goals_ms(core: RouterContext, prepared: PreparedRequest) -> tuple[int, int]:
 def tpot_goal_ms(core: RouterContext, prepared: PreparedRequest) -> int:
     """Return the TPOT objective: the request's own, else its model's for requests of its priority; 0: none."""
     return goals_ms(core, prepared)[1]
+
+
+def ttft_left_ms(core: RouterContext, prepared: PreparedRequest, received_ns: int) -> int:
+    """Return the time that the TTFT objective leaves to a request that came at `received_ns`: 1 once it is over; 0: there is
+    none."""
+    goal_ms = goals_ms(core, prepared)[0]
+    return max(1, goal_ms - (time.monotonic_ns() - received_ns) // 1_000_000) if goal_ms else 0
 
 
 def _expected(core: RouterContext, prepared: PreparedRequest, num_emitted: int) -> float:

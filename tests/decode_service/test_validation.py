@@ -174,3 +174,13 @@ async def test_only_what_has_begun_goes_on_with_replaced_weights(
         with pytest.raises(FailedPrecondition, match="present") as caught:
             await validator.check(request, now=0.0, received_ns=0)
         assert caught.value.field == "identity.weights_hash"
+
+
+@pytest.mark.parametrize(("left_ms", "unpaced_ns"), [(0, 0), (400, 1_200_000_000), (1, 1_000_500_000)])
+async def test_half_of_the_time_to_its_ttft_objective_a_prompt_waits_for_paces(left_ms: int, unpaced_ns: int) -> None:
+    async def translate(_: common_pb2.TokenRequest) -> EngineRequest:
+        return EngineRequest("r1", (1, 2, 3), SamplingParams(max_tokens=4))
+
+    asked = changed(lambda request: setattr(request, "ttft_left_ms", left_ms))
+    submission = await SubmitValidator(1, common_pb2.Identity(), translate, None).check(asked, now=0.0, received_ns=1_000_000_000)
+    assert submission.request.unpaced_from_ns == unpaced_ns

@@ -8,7 +8,8 @@ import random
 from dataclasses import dataclass, field
 
 from pdmesh.planning.capacity_load import Goals, Load, Worker
-from pdmesh.planning.latency_model import MAX_SHARE, PACE_TARGET, Work, behind_target, prefill_context
+from pdmesh.planning.latency_model import Work, prefill_context
+from pdmesh.step_sharing import MAX_SHARE, PACE_TARGET, behind_target
 
 
 @dataclass(eq=False)

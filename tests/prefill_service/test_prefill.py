@@ -6,11 +6,13 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from typing import Any
 
 import grpc
 import pytest
 
 from pdmesh.engine.outputs import FinishReason, SequenceUpdate, StepResult
+from pdmesh.engine.request import EngineRequest
 from pdmesh.runtime import failpoints
 from pdmesh.runtime.errors import ResourceExhausted, error_from_rpc
 from pdmesh.v1 import decode_pb2, prefill_pb2
@@ -196,3 +198,22 @@ async def test_a_prompt_that_lost_its_blocks_is_refused_at_once() -> None:
     sink.on_update(SequenceUpdate("r", 0, 0, (), (), FinishReason.PREEMPTED))
     with pytest.raises(ResourceExhausted, match="blocks"):
         await sink.wait(10.0)
+
+
+@pytest.mark.parametrize("left_ms", [0, 60_000])
+async def test_the_engine_is_told_from_when_on_a_prompt_waits_for_no_pace(
+    prefiller: Peer, decoder: Peer, router: MiniRouter, monkeypatch: pytest.MonkeyPatch, left_ms: int
+) -> None:
+    told, add = list[int](), prefiller.engine.add
+
+    def spy(asked: EngineRequest, *rest: Any, **named: Any) -> Any:
+        told.append(asked.unpaced_from_ns)
+        return add(asked, *rest, **named)
+
+    monkeypatch.setattr(prefiller.engine, "add", spy)
+    asked, before_ns = await submitted(decoder, router), time.monotonic_ns()
+    asked.ttft_left_ms = left_ms
+    await _events(prefiller, asked)
+    after_ms = [(each - before_ns) / 1e6 if each else 0 for each in told]
+    assert len(told) == 1 and left_ms / 2 <= after_ms[0] <= left_ms / 2 * 1.5
+    await cancel(decoder)

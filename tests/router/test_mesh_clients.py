@@ -48,6 +48,20 @@ async def test_cancel_while_prefilling_reaches_both_legs(model_folder: Path) -> 
         assert len(mesh["d0"].cancels) == 1
 
 
+@pytest.mark.parametrize(("goal_ms", "most"), [(0, 0), (60_000, 60_000), (1, 1)])
+async def test_the_time_to_the_first_token_reaches_both_legs(model_folder: Path, goal_ms: int, most: int) -> None:
+    """Until there are tokens: after them there is no first one to wait for. 1: the time is over."""
+    async with running_mesh(model_folder) as mesh:
+        asked = request()
+        asked.options.slo_ttft_ms = goal_ms
+        mesh["p0"].prefill_plan = ["break_after_first"]
+        mesh.router.core.forecaster = None  # which refuses what it cannot have in time
+        assert (await mesh.generate(asked)).tokens() == expected(8)
+        told = [each.ttft_left_ms for each in (mesh["d0"].submits[0], mesh["p0"].prefills[0])]
+        assert all(most // 2 <= each <= most for each in told) and all(told) is bool(goal_ms)
+        assert mesh["d0"].submits[-1].request.emitted and mesh["d0"].submits[-1].ttft_left_ms == 0
+
+
 @pytest.mark.parametrize("stage", ["prefill", "decode"])
 async def test_deadline_reaches_both_legs(model_folder: Path, stage: str) -> None:
     async with running_mesh(model_folder) as mesh:

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from pdmesh.planning.latency_model import BEHIND_TARGET, MAX_SHARE, PACE_TARGET, LatencyModel
+from pdmesh.planning.latency_model import LatencyModel
+from pdmesh.step_sharing import BEHIND_TARGET, MAX_SHARE, PACE_TARGET
 from pdmesh.v1 import worker_pb2
 from router.flow_control.slo_admission import HALF_LIFE_S, MAX_MARGIN, MIN_MARGIN, STEP, PredictorAccuracy
 from router.routing.cost_model import (

@@ -2,18 +2,10 @@
 
 from dataclasses import dataclass, field
 
-from pdmesh.planning.latency_model import (
-    BEHIND_TARGET,
-    FORGIVEN,
-    LEAST_TOKENS,
-    MAX_SHARE,
-    PACE_TARGET,
-    SPREAD,
-    Work,
-    prefill_context,
-)
+from pdmesh.planning.latency_model import Work, prefill_context
 from pdmesh.simulator.workers.spec import WorkerSpec
 from pdmesh.simulator.workers.worker import BLOCKS_PER_SPARE
+from pdmesh.step_sharing import BEHIND_TARGET, FORGIVEN, LEAST_TOKENS, MAX_SHARE, PACE_TARGET, SPREAD
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,10 @@
 
 import pytest
 
-from pdmesh.planning.latency_model import BEHIND_TARGET, FORGIVEN, LEAST_TOKENS, PACE_TARGET, SPREAD, LatencyModel
+from pdmesh.planning.latency_model import LatencyModel
 from pdmesh.simulator.workers.batch import Paces
 from pdmesh.simulator.workers.kv_room import Sequence
+from pdmesh.step_sharing import BEHIND_TARGET, FORGIVEN, LEAST_TOKENS, PACE_TARGET, SPREAD
 from tests.simulator.test_kv_room import Nobody
 
 GOAL_S = 0.01

@@ -36,6 +36,7 @@ def test_once_is_shown_and_twice_in_three_runs_fails(folder: Path, capsys: pytes
     assert once(folder) == 0
     shown = capsys.readouterr().out
     assert "test_it::test_second_time" in shown and "the first time" in shown
+    assert set(repeat.seconds(repeat.history("it").with_suffix(".xml"))) == {"test_it"}
     assert once(folder) == repeat.FAILED
     assert "so broken: test_it::test_second_time" in capsys.readouterr().out
 

@@ -23,8 +23,7 @@ from pdmesh.engine.kv_cache.events import LayerReadiness
 from pdmesh.engine.kv_cache.moves import copy_blocks, indices_for, move_slots
 from pdmesh.engine.runner.batch import StepBatch, Tail
 from pdmesh.engine.runner.decode_batch import DecodeBatch
-from pdmesh.engine.runner.pooling import Pooler
-from pdmesh.engine.runner.prompt_scores import take_scores
+from pdmesh.engine.runner.prompt_outputs import Pooler, take_scores
 from pdmesh.engine.sampling.grammar import Bits
 from pdmesh.engine.sampling.sampler import SampledToken, SampleRow
 from pdmesh.engine.scheduler.scheduler import ScheduledSequence, SchedulerOutput

@@ -224,7 +224,7 @@ class RequestTable:
         return FinishReason.LENGTH if reason is FinishReason.STOP and sequence.lost_grammar else reason
 
     def _retire(self, branch: Sequence) -> None:
-        self._scheduler.ended(branch)
+        self._scheduler.discard(branch)
         self._allocator.release(branch)
         branch.group.sequences.remove(branch)
         if not branch.group.sequences:

@@ -17,6 +17,7 @@ from pdmesh.engine.kv_cache.block_manager import BlockCopy, BlockManager
 from pdmesh.engine.scheduler.sequence import Sequence
 from pdmesh.engine.scheduler.tpot_limiter import TpotLimiter
 from pdmesh.engine.speculation.draft import NOTHING, Draft
+from pdmesh.step_sharing import MUCH_SHORTER, OLDEST_SHARE
 
 # Prompts share a step's tokens: the oldest prompt has at least half of them, the other half goes to prompts that are much shorter
 # than it, the shortest first; what these leave goes to all prompts in order of arrival.
@@ -26,10 +27,7 @@ from pdmesh.engine.speculation.draft import NOTHING, Draft
 # So a short prompt waits for a few steps, not for a long prompt to end; a long one takes at most twice its time alone; prompts of
 # like lengths are computed one after the other, which ends the first of them sooner. Shortest remaining time first is best for
 # the mean (Schrage 1968); the share of the oldest keeps it from starving.
-OLDEST_SHARE = 0.5
-"""The least part of a step's prompt tokens that the oldest prompt gets, while it needs them."""
-MUCH_SHORTER = 0.5
-"""A prompt overtakes the oldest one if it needs at most this part of its tokens."""
+
 
 # One block in this many is kept free for growth when a request is admitted beside running sequences.
 BLOCKS_PER_SPARE = 64
@@ -223,11 +221,6 @@ class Scheduler:
     def wait(self, sequence: Sequence) -> None:
         """Add a sequence without blocks to the waiting ones."""
         insort(self.waiting, sequence, key=_turn)
-
-    def ended(self, sequence: Sequence) -> None:
-        """Discard a sequence whose output is whole."""
-        self._pacer.ended(sequence)
-        self.discard(sequence)
 
     def discard(self, sequence: Sequence) -> None:
         """Remove a sequence, if it is in a list. The caller frees its blocks."""

@@ -70,7 +70,7 @@ class Sequence:
         self.paced_from_token = 0
         self.num_paced_steps = 0  # steps since then, including the step that is being planned
         self.prompt_logprobs: list[TokenLogprobs] = []  # of the prompt's second token and those after it, as far as computed
-        self.state_sum: Any = 0.0  # pooling: sum of the hidden states of what is computed, a tensor (runner/pooling.py)
+        self.state_sum: Any = 0.0  # pooling: sum of the hidden states of what is computed, a tensor (runner/prompt_outputs.py)
         self._matchers: MatcherTree | None = None  # created on demand; it has taken the first `_num_taken` output tokens
         self._num_taken = 0
 

@@ -7,7 +7,6 @@ arrive ─► admission ─► place ─► Submit to decode ─► Prefill, or 
 
 from collections.abc import Callable
 
-from pdmesh.planning.latency_model import PACE_TARGET
 from pdmesh.planning.objectives import PRIORITIES, Bounds
 from pdmesh.simulator.events import EventQueue
 from pdmesh.simulator.request import End, Request, Stay
@@ -15,6 +14,7 @@ from pdmesh.simulator.routers.admission import SimulatedAdmission, SimulatedQueu
 from pdmesh.simulator.routers.lease import Floor, SimulatedLease
 from pdmesh.simulator.routers.routing import MODEL, Decided, SimulatedRouting
 from pdmesh.simulator.settings import MeshSettings
+from pdmesh.step_sharing import PACE_TARGET
 from router.fleet.worker import Dispatched
 from router.flow_control.controller import Admission
 from router.flow_control.slo_admission import FlowItem

@@ -7,23 +7,10 @@ import heapq
 import math
 import random
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from pdmesh.planning.latency_model import (
-    DRAFTING,
-    FORGIVEN,
-    LEAST_TOKENS,
-    LEAST_TOKENS_DRAFTING,
-    MAX_SHARE,
-    NO_DRAFTS,
-    PACE_TARGET,
-    SPREAD,
-    Drafts,
-    LatencyModel,
-    behind_target,
-    prefill_context,
-)
+from pdmesh.planning.latency_model import NO_DRAFTS, Drafts, LatencyModel, prefill_context
 from pdmesh.simulator.workers.kv_room import Sequence
+from pdmesh.step_sharing import DRAFTING, FORGIVEN, PACE_TARGET, Pace, SavedTokens, num_fitting
 
 SHORT = 1e-3
 """Below that, the formula loses its digits, and its value is 1."""
@@ -219,7 +206,7 @@ class Drafting:
 
 
 # The TPOT budgets of a modelled worker's rows, and how much of prompts a step may hold beside them: the rules of
-# `pdmesh/engine/scheduler/tpot_limiter.py`, for many rows at once. All rows have the same tokens of a step, from their first one,
+# `pdmesh/step_sharing.py`, for many rows at once. All rows have the same tokens of a step, from their first one,
 # so what a row is behind is made up for within SPREAD steps.
 #
 # A row that began at `t` in step `s` is ahead by   pace · (step - s) - (now - t)  =  pace · step - now + key,   key = t - pace ·
@@ -230,28 +217,6 @@ class Drafting:
 ROUNDING_S = 1e-9
 
 
-class Pace(NamedTuple):
-    """Hold the budget of the tightest row: a token every `pace_s`, ahead of that by `slack_s` (behind: below zero);
-    `scheduled_s`: the paces of all its tokens. A step gives `tokens_per_step`."""
-
-    pace_s: float
-    slack_s: float
-    scheduled_s: float
-    tokens_per_step: float = 1.0
-
-    @property
-    def step_s(self) -> float:
-        """Return how long the next step may take."""
-        return self.tokens_per_step * self.pace_s + self.slack_s / SPREAD
-
-    def spare_s(self, decode_s: float) -> float:
-        """Return the time for prompts in the next step after which the row still keeps its objective; below 0: none."""
-        goal_s = self.tokens_per_step * self.pace_s / PACE_TARGET
-        share = behind_target(decode_s / goal_s)
-        reserve_s = self.slack_s + (share / PACE_TARGET - 1) * self.scheduled_s
-        return share * goal_s + min(0.0, reserve_s) / SPREAD - decode_s
-
-
 class Paces:
     """Hold rows by objective; those without one are not kept. A step gives each row `tokens_per_step` lately."""
 
@@ -260,7 +225,7 @@ class Paces:
         self._keys: dict[float, list[tuple[float, int, Sequence]]] = {}
         self._num_live: dict[float, int] = {}
         self._num_pushed = 0  # breaks ties of equal keys, so that sequences are not compared
-        self._num_saved = self._num_without = 0  # prompt tokens that steps without any had room for, and those steps
+        self._saved = SavedTokens()
 
     def enter(self, sequence: Sequence, step: int, now: float) -> None:
         """Add a sequence that begins to decode at `now`, in the step after `step`."""
@@ -298,25 +263,15 @@ class Paces:
         pace = self.tightest(decode_s, step, now, drafts_s)
         if pace is None:
             return None
-        decode_s += drafts_s
-        least_s = min(decode_s * (1 - MAX_SHARE) / MAX_SHARE, pace.spare_s(decode_s))
-        return self._worth_a_pass(prompt, _fitting(speed, prompt, max(least_s, pace.step_s - decode_s)))
-
-    def _worth_a_pass(self, prompt: Sequence, num_fitting: int) -> int:
-        """Return the prompt tokens of a step with room for `num_fitting`: few of them wait until steps have saved up for more."""
-        least = LEAST_TOKENS_DRAFTING if self.tokens_per_step > DRAFTING else LEAST_TOKENS
-        self._num_saved += max(0, num_fitting)
-        self._num_without += 1
-        if self._num_saved < min(least - 1, prompt.num_remaining) and self._num_without < SPREAD:
-            return 0
-        self._num_saved = self._num_without = 0
-        return max(least, num_fitting)
+        token_s, context_s, room_s = speed.per_prefill_token_s, speed.per_prefill_context_s, pace.prompts_s(decode_s + drafts_s)
+        fitting = num_fitting(token_s, context_s, prompt.num_computed, prompt.num_remaining, room_s)
+        return self._saved.take(fitting, prompt.num_remaining, drafting=self.tokens_per_step > DRAFTING)
 
     def _pace(self, goal_s: float, step: int, now: float) -> Pace:
         """Return the budget of the row with this objective that is ahead by least."""
         pace_s, slack_s = PACE_TARGET * goal_s, self._slack_s(goal_s, step, now)
         num_tokens = step - self._keys[goal_s][0][2].pace_step
-        return Pace(pace_s, slack_s, pace_s * num_tokens, self.tokens_per_step)
+        return Pace(pace_s, slack_s, self.tokens_per_step, pace_s * num_tokens)
 
     def _slack_s(self, goal_s: float, step: int, now: float) -> float:
         """Return the least slack of this objective, whose row is the first of its heap then."""
@@ -336,15 +291,3 @@ class Paces:
         sequence.pace_key = key
         self._num_pushed += 1
         heapq.heappush(self._keys.setdefault(goal_s, []), (key, self._num_pushed, sequence))
-
-
-def _fitting(speed: LatencyModel, prompt: Sequence, room_s: float) -> int:
-    """Return how many tokens of `prompt`, and of those behind it, take `room_s`."""
-    num_tokens = num_behind = 0.0
-    for _ in range(2):
-        token_s = speed.per_prefill_token_s + speed.per_prefill_context_s * (prompt.num_computed + num_behind)
-        if token_s <= 0:
-            return prompt.num_remaining
-        num_tokens = room_s / token_s
-        num_behind = min(num_tokens, prompt.num_remaining) / 2
-    return int(num_tokens)

@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
 
-from pdmesh.planning.latency_model import MUCH_SHORTER, OLDEST_SHARE, PACE_TARGET, Drafts
+from pdmesh.planning.latency_model import Drafts
 from pdmesh.simulator.events import EventQueue
 from pdmesh.simulator.workers.batch import Drafting, Paces, Rows, StepsUnderWay, StepTimes, prompts_s
 from pdmesh.simulator.workers.kv_room import KvRoom, Sequence, TierRoom
 from pdmesh.simulator.workers.spec import WorkerSpec
+from pdmesh.step_sharing import MUCH_SHORTER, OLDEST_SHARE, PACE_TARGET
 
 # The figures that a modelled worker reports: those of `pdmesh/engine/scheduler/stats.py`. Pure.
 
