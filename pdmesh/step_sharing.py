@@ -1,7 +1,7 @@
 """How prompts share the engine's steps with sequences that have a TPOT objective, and with each other. Pure.
 
 The engine's scheduler keeps these rules (`pdmesh/engine/scheduler/`, which explains them); the router's prediction, the planner
-and the simulator reckon with them.
+and the simulator reckon with them, but for UNPACED_SHARE.
 """
 
 from typing import NamedTuple

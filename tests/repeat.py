@@ -8,6 +8,7 @@ the latest one, with the time of each test (NAME.xml). At the end stand the file
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -39,11 +40,16 @@ class Run:
     seconds: Mapping[str, float]
 
 
-def run(arguments: Sequence[str], report: Path) -> Run:
-    """Run pytest, which writes its report there."""
-    report.unlink(missing_ok=True)
-    done = subprocess.run([sys.executable, "-m", "pytest", *arguments, f"--junitxml={report}"], check=False)
-    return Run(done.returncode, failures(report), seconds(report)) if report.is_file() else Run(done.returncode, {}, {})
+def run(arguments: Sequence[str], kept: Path | None = None) -> Run:
+    """Run pytest; a copy of its report is `kept`."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        done = subprocess.run([sys.executable, "-m", "pytest", *arguments, f"--junitxml={report}"], check=False)
+        if not report.is_file():
+            return Run(done.returncode, {}, {})
+        if kept is not None:
+            shutil.copy(report, kept)
+        return Run(done.returncode, failures(report), seconds(report))
 
 
 def failures(report: Path) -> dict[str, str]:
@@ -110,8 +116,7 @@ def main(argv: Sequence[str]) -> int:
     code, repeated = first.code, dict[str, str]()
     print(slowest(first.seconds))
     if code == FAILED:
-        with tempfile.TemporaryDirectory() as folder:
-            again = run([*arguments, "--last-failed", "--last-failed-no-failures=none", "-n0"], Path(folder) / "report.xml")
+        again = run([*arguments, "--last-failed", "--last-failed-no-failures=none", "-n0"])
         code, repeated = again.code, {test: problem for test, problem in first.failures.items() if test not in again.failures}
         if repeated:
             Console(width=130).print(table(repeated, before))

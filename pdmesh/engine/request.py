@@ -34,7 +34,7 @@ class EngineRequest:
     weights_hash: str = ""  # of the weights that compute it; empty: those that the engine has when it comes
     adapter: AdapterId | None = None  # LoRA adapter that computes it beside the model; None: the model alone
     tpot_goal_s: float = 0.0  # TPOT objective: the longest average time between its tokens; 0: none
-    unpaced_from_ns: int = 0  # time.monotonic_ns() by which its prompt is to be computed, whatever TPOT others want; 0: none
+    unpaced_from_ns: int = 0  # time.monotonic_ns() by which its prompt, computed alone, ends without waiting for paces; 0: never
     prefill_only: bool = False  # stop after each choice's first new token and hold the blocks until release()
     pooling: Pooling | None = None  # the prompt's embedding is wanted, beside one token
     retention: Retention | None = None  # how long its KV is worth keeping, and for whom; None: no longer than any other

@@ -40,8 +40,8 @@ class CompileError(Exception):
 
 @dataclass(frozen=True)
 class Build:
-    """Describe a build. It compiles modules below `root`: of `packages` (folders) all that `entries` import, except `left` and,
-    unless it is one of `fast`, what imports one of `needs_no_speed`. `seen`: folders and files that mypy must see besides."""
+    """Describe a build. It compiles modules below `root`: of `packages` (folders, files) all that `entries` import, but `left`
+    and, unless it is one of `fast`, what imports one of `needs_no_speed`. `seen`: folders and files that mypy has to see, too."""
 
     root: Path
     packages: tuple[str, ...]
@@ -110,10 +110,12 @@ class Build:
         """Return the paths of what is compiled, below `root`."""
         program = f"import sys, {', '.join(self.entries)}; print(*sys.modules)"
         names = [name for name in sorted(_run([sys.executable, "-c", program], root).split()) if name not in self.left]
-        folders = tuple(f"{package}/" for package in self.packages)
-        paths = {name: root / path for name in names if (path := f"{name.replace('.', '/')}.py").startswith(folders)}
+        paths = {name: root / path for name in names if self._is_packaged(path := f"{name.replace('.', '/')}.py")}
         kept = [path for name, path in paths.items() if path.is_file() and (name in self.fast or not self._is_slow(path))]
         return [str(path.relative_to(root)) for path in kept]
+
+    def _is_packaged(self, path: str) -> bool:
+        return path in self.packages or path.startswith(tuple(f"{package}/" for package in self.packages))
 
     def _is_slow(self, path: Path) -> bool:
         lines = [line.split() for line in path.read_text(encoding="utf-8").splitlines()]
@@ -123,9 +125,9 @@ class Build:
 
 SIMULATOR = Build(
     root=Path(__file__).resolve().parents[2],
-    packages=("pdmesh/simulator", "pdmesh/autoscaler", "router", "pdmesh/planning"),
+    packages=("pdmesh/simulator", "pdmesh/autoscaler", "router", "pdmesh/planning", "pdmesh/step_sharing.py"),
     entries=("pdmesh.simulator.autoscaling", "pdmesh.simulator.results", "pdmesh.simulator.arrivals"),
-    seen=("pdmesh/runtime", "pdmesh/v1", "pdmesh/text", "kvtransfer", "pdmesh/adapter_id.py", "pdmesh/step_sharing.py"),
+    seen=("pdmesh/runtime", "pdmesh/v1", "pdmesh/text", "kvtransfer", "pdmesh/adapter_id.py"),
     left=("pdmesh.autoscaler.settings", "router.config"),  # configuration is read by the types of its fields
     fast=(
         "pdmesh.autoscaler.collect.workers",

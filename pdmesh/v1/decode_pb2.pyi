@@ -81,8 +81,9 @@ class SubmitRequest(_message.Message):
     none.
     """
     ttft_left_ms: _builtins.int
-    """ttft_left_ms until the request's TTFT objective, for a prompt that is computed here; 1 once that is over. A prompt that may miss it
-    does not wait for the TPOT objectives of others. 0 means that there is none, or that tokens were emitted.
+    """ttft_left_ms until the request's TTFT objective, for a prompt that is computed here; 1 once that is over. Where sequences
+    speculate, a prompt that may miss it does not wait for their TPOT objectives when its turn comes. 0 means that there is none,
+    or that tokens were emitted.
     """
     @_builtins.property
     def request(self) -> _common_pb2.TokenRequest:

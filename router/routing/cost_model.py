@@ -181,7 +181,7 @@ class WorkerEstimate:
         self.share = min(_most(self.step_s, pace_s), self.step_s / pace_s) if rows and pace_s else 0.0
         self.share_soon = min(_most(self.others_s, pace_s), self.others_s / pace_s) if begins and pace_s else self.share
         self.slack_s = min(0.0, view.slack_s) if begins else view.slack_s
-        if self.tokens > DRAFTING:  # what they are behind is made up for over their outputs
+        if self.tokens > DRAFTING:  # however far they are behind, every second step has prompts
             self.slack_s = max(0.0, self.slack_s)
         waiting, sent = view.num_waiting_tokens, view.dispatched_tokens
         reported_s = self._work_s(waiting, view.num_prefilling) if waiting else 0.0

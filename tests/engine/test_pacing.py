@@ -381,6 +381,16 @@ def test_a_prompt_that_might_miss_its_own_objective_waits_for_no_pace(unpaced_ms
         assert (machine.step() == 300) is (is_whole and speculates)
 
 
+def test_a_prompt_that_has_had_its_first_token_waits_as_ever() -> None:
+    """It lost its blocks to others."""
+    machine = speculating()
+    machine.add(4, GOAL_S)
+    machine.step()
+    prompt = machine.add(300, unpaced_from_ns=1)
+    prompt.output.append(9)
+    assert machine.step() < 300
+
+
 def test_what_others_had_fades() -> None:
     machine = speculating()
     machine.add(4, GOAL_S)

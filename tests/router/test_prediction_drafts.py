@@ -81,7 +81,7 @@ def test_a_pace_is_kept_by_steps_that_last_longer() -> None:
 
 
 def test_what_sequences_that_draft_are_behind_holds_no_prompt_back() -> None:
-    """It is made up for over their outputs; what they are ahead prompts get as ever."""
+    """Every second step has prompts all the same; what they are ahead prompts get as ever."""
     view = replace(running("pd0", 1, max_num_batched_tokens=512), pace_s=0.011, tokens_per_row=2.0, computed_per_row=1.5)
 
     def compute_s(**fields: float) -> float:

@@ -18,8 +18,8 @@ that drafts kept no sequence from missing:
 
     drafts lengthen the step for all   a sequence for which nothing is drafted cannot keep its objective beside those of others
     steps with prompts draft less      prompts come in fewer and larger pieces
-    drafts come late in an output      a new sequence is behind at first: prompts have every second step at least, and one that
-                                       might miss its TTFT objective (EngineRequest.unpaced_from_ns) is computed at once
+    drafts come late in an output      a new sequence is behind at first: prompts have every second step at least, and the one
+                                       whose turn it is waits no longer once it might miss its TTFT objective
 
 A step has at least LEAST_TOKENS of prompts, or none: a slow machine takes as long for a few of them as the pace is. Where fewer
 fit, several steps save up for them.
@@ -145,6 +145,5 @@ class TpotLimiter:
 
 
 def _is_due(prompt: Sequence, ends_ns: int) -> bool:
-    """Return whether a prompt that is computed by `ends_ns` from now on is so at the last moment, or later."""
-    unpaced_ns = prompt.group.request.unpaced_from_ns
-    return 0 < unpaced_ns <= ends_ns
+    """Return whether a prompt without any output, which would be computed by `ends_ns` if it began now, is not to wait longer."""
+    return not prompt.output and 0 < prompt.group.request.unpaced_from_ns <= ends_ns

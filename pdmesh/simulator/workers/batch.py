@@ -206,8 +206,7 @@ class Drafting:
 
 
 # The TPOT budgets of a modelled worker's rows, and how much of prompts a step may hold beside them: the rules of
-# `pdmesh/step_sharing.py`, for many rows at once. All rows have the same tokens of a step, from their first one,
-# so what a row is behind is made up for within SPREAD steps.
+# `pdmesh/step_sharing.py`, for many rows at once. All rows have the same tokens of a step, from their first one.
 #
 # A row that began at `t` in step `s` is ahead by   pace · (step - s) - (now - t)  =  pace · step - now + key,   key = t - pace ·
 # s: of all rows with one objective, the one with the least key leaves the least room, whatever the time. So there is a heap of
