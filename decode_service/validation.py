@@ -10,9 +10,8 @@ from typing import Protocol
 from decode_service.request import Submission
 from kvtransfer.kv_sources import check_holder
 from kvtransfer.reservation import AlreadyRunning, InvalidTransition, Mode, StaleAttempt
-from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.request import EngineRequest, unpaced_from_ns
 from pdmesh.runtime.errors import Aborted, FailedPrecondition, InvalidArgument, MeshError, ResourceExhausted, Unavailable
-from pdmesh.step_sharing import unpaced_from_ns
 from pdmesh.v1 import common_pb2, decode_pb2, mesh_pb2
 
 # Deadlines: a message carries the time left, which becomes a deadline on this worker's own monotonic clock.

@@ -1,7 +1,7 @@
 """How prompts share the engine's steps with sequences that have a TPOT objective, and with each other. Pure.
 
 The engine's scheduler keeps these rules (`pdmesh/engine/scheduler/`, which explains them); the router's prediction, the planner
-and the simulator reckon with them, but for UNPACED_SHARE.
+and the simulator reckon with them.
 """
 
 from typing import NamedTuple
@@ -23,9 +23,6 @@ DRAFTING = 1.1
 MOST_WITHOUT_DRAFTING = 2
 """Of so many steps one has prompts, whatever the objectives, where sequences speculate: there steps are fewer and longer.
 Elsewhere of SPREAD."""
-UNPACED_SHARE = 0.5
-"""Part of the time that a prompt has until its TTFT objective, after which, less its own compute, it waits for no pace. The rest
-is for what is before it then, and for the way of its first token."""
 FORGIVEN = 32
 """The most paces that a sequence can be behind. Time beyond that, which a stalled machine took, is lost: prompts do not make up
 for it."""
@@ -86,12 +83,6 @@ def num_fitting(token_s: float, context_s: float, num_computed: int, num_remaini
         num_tokens = room_s / each_s
         num_behind = min(num_tokens, num_remaining) / 2
     return int(num_tokens)
-
-
-def unpaced_from_ns(received_ns: int, ttft_left_ms: int) -> int:
-    """Return the time from which a prompt waits for no pace, on the clock of `received_ns`, when it had `ttft_left_ms` until its
-    TTFT objective; 0: it has none."""
-    return received_ns + int(1e6 * UNPACED_SHARE * ttft_left_ms) if ttft_left_ms else 0
 
 
 class SavedTokens:

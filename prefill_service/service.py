@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any, cast
 from kvtransfer.kv_sources import check_holder
 from kvtransfer.manifest import check_identity, check_layout
 from pdmesh.engine.errors import EngineStopped, InvalidRequest, NotLoaded, RequestTooLarge
-from pdmesh.engine.request import EngineRequest
+from pdmesh.engine.request import EngineRequest, unpaced_from_ns
 from pdmesh.runtime import log
 from pdmesh.runtime.errors import FailedPrecondition, InvalidArgument, Unavailable
 from pdmesh.runtime.telemetry.spans import StepLog
 from pdmesh.runtime.telemetry.tracing import OFF, Tracing
-from pdmesh.step_sharing import unpaced_from_ns
 from pdmesh.v1 import common_pb2, prefill_pb2
 from pdmesh.v1.prefill_pb2_grpc import PrefillServiceServicer
 from prefill_service.embedding import embed, embedding_request

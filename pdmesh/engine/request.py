@@ -56,6 +56,17 @@ class EngineRequest:
         return self.cache_root if self.adapter is None else self.adapter.root(self.cache_root)
 
 
+UNPACED_SHARE = 0.5
+"""Part of the time that a prompt has until its TTFT objective, after which, less its own compute, it waits for no pace. The rest
+is for what is before it then, and for the way of its first token."""
+
+
+def unpaced_from_ns(received_ns: int, ttft_left_ms: int) -> int:
+    """Return that time, on the clock of `received_ns`, when the request had `ttft_left_ms` until its TTFT objective; 0: it has
+    none."""
+    return received_ns + int(1e6 * UNPACED_SHARE * ttft_left_ms) if ttft_left_ms else 0
+
+
 # When a choice ends: one pure rule, the same wherever a token was drawn
 
 
