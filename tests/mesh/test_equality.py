@@ -43,7 +43,9 @@ async def test_every_way_gives_the_tokens_of_transformers(smollm2: Path, prompts
 
 @pytest.mark.real_model
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("draw", [GREEDY, SAMPLED], ids=["greedy", "with a seed"])
+@pytest.mark.parametrize(
+    "draw", [pytest.param(GREEDY, marks=pytest.mark.thorough, id="greedy"), pytest.param(SAMPLED, id="with a seed")]
+)
 async def test_every_way_gives_the_tokens_of_one_engine(smollm2: Path, prompts: list[list[int]], draw: Draw) -> None:
     """In the default numbers: weights in int8, activations quantized token by token."""
     task = Task(smollm2, prompts, draw, NUM_TOKENS)

@@ -167,7 +167,9 @@ async def test_every_router_ends_what_is_aborted_with_what_it_has(folders: tuple
             await clients[0].set_serving(state, abort_running=True, timeout=60)
             later = asyncio.create_task(ask(clients[0], 0))
             answers = await asyncio.gather(*asking)
-            assert {reason for _, reason in answers} == {FinishReason.ABORT}
+            aborted = [reason is FinishReason.ABORT for _, reason in answers]
+            assert any(aborted)  # on a busy machine others were whole before
+            assert all(is_aborted or tokens == expected for is_aborted, (tokens, _) in zip(aborted, answers, strict=True))
             assert [tokens for tokens, _ in answers] == [expected[: len(tokens)] for tokens, _ in answers]
             await asyncio.sleep(1.0)  # two reports
             assert not later.done()

@@ -12,7 +12,9 @@ import pytest
 from pdmesh.platform.capabilities import CAPABILITIES, VARIABLE
 from tests.structure.measure import ROOT
 
-HAND_OFF = ("tests/worker/test_handoff.py", "tests/kvtransfer/test_shm.py")
+HAND_OFF = ("tests/worker/test_handoff.py::test_tokens_equal_one_engine", "tests/kvtransfer/test_shm.py")
+PROCESS = "tests/runtime/test_process.py::test_"
+HTTP_LIFE = "tests/router/openai/test_life.py::test_"
 PARTS = {
     "memfd": (
         *HAND_OFF,
@@ -25,7 +27,9 @@ PARTS = {
     "abstract_sockets": ("tests/kvtransfer/test_shm.py",),
     "peer_credentials": HAND_OFF,
     "parent_death": (
-        "tests/runtime/test_process.py",
+        f"{PROCESS}children_die_with_a_parent_that_is_killed",
+        f"{PROCESS}exit_with_parent_without_a_wrapper",
+        f"{PROCESS}the_watcher_of_a_child_goes_with_it_and_holds_none_of_its_files",
         "tests/engine/parallel/test_faults.py::test_ranks_end_with_a_killed_engine",
     ),
     "huge_pages": ("tests/engine/test_kv_cache.py", "tests/engine/test_kv_pages.py", "tests/engine/test_weights_packed.py"),
@@ -36,7 +40,7 @@ PARTS = {
     "proc": ("tests/engine/test_memory.py", "tests/runtime/test_identity.py"),
     "cgroups": ("tests/engine/test_memory.py", "tests/engine/kernels/cpu/test_threads.py"),
     "shared_ports": ("tests/router/test_processes.py", "tests/runtime/test_ports.py"),
-    "user_timeout": ("tests/router/openai/test_life.py",),
+    "user_timeout": (f"{HTTP_LIFE}who_reads_nothing_is_cut_off", f"{HTTP_LIFE}a_whole_answer_that_nobody_takes_is_dropped"),
     "cpu_tiers": ("tests/engine/kernels/cpu/test_isa.py", "tests/engine/kernels/cpu/test_sampling.py"),
 }
 LIMIT_S = 280
