@@ -1,5 +1,6 @@
 """`make bench-router`: all parts, or those that `--only` names, one after the other. Each adds its figures to those of the others
-in benchmarks/results/router.json as soon as it is through; the mixes go on where they were interrupted.
+in benchmarks/results/router.json as soon as it is through; the mixes go on where they were interrupted. `--only mixes --mix NAME`
+shows the figures of some mixes, in minutes, and writes none.
 """
 
 from __future__ import annotations
@@ -28,13 +29,19 @@ SUITE = Suite("router", tuple(PARTS), {"model": MODEL})
 
 def main() -> None:
     parser = SUITE.parser(__doc__, fresh="forget what an interrupted run had measured")
+    parser.add_argument("--mix", action="append", default=[], metavar="NAME", help="measure this mix, no other; write no results")
     arguments, names = SUITE.arguments(parser)
-    options = Options("router", arguments.quick)
+    try:
+        chosen = mixes.named(arguments.mix)
+    except ValueError as error:
+        parser.error(f"--mix: {error}")
+    parts: dict[str, Callable[[Options], Measured]] = {**PARTS, "mixes": lambda options: mixes.figures(options, chosen)}
+    options = Options("router-chosen" if arguments.mix else "router", arguments.quick)
     if arguments.fresh or arguments.quick:
         for name in names:
             Kept(options.folder / name).forget()
     with watched_shared_memory():
-        SUITE.main(names, lambda name: PARTS[name](options), quick=options.quick)
+        SUITE.main(names, lambda name: parts[name](options), quick=options.quick or bool(arguments.mix))
 
 
 if __name__ == "__main__":

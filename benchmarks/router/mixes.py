@@ -135,6 +135,14 @@ FEWEST = 20
 """A mix of which fewer requests came in all rounds is not told: one request more or less would be more than 5 % of it."""
 
 
+def named(names: Sequence[str]) -> tuple[Mix, ...]:
+    """The mixes that results call so, all without any name. Raises ValueError."""
+    known = {mix.name: mix for mix in MIXES}
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"there is no mix {unknown[0]!r}; name some of: {', '.join(known)}")
+    return tuple(known[name] for name in names) or MIXES
+
+
 @dataclass(frozen=True)
 class Idle:
     """Of one request alone, in seconds."""
@@ -360,12 +368,12 @@ class Mixes:
         return cell
 
 
-async def figures(options: Options) -> list[Figure]:
-    """Of all mixes. What was measured before an interruption is not measured again."""
+async def figures(options: Options, chosen: tuple[Mix, ...] = MIXES) -> list[Figure]:
+    """Of the chosen mixes. What was measured before an interruption is not measured again."""
     kept = Kept(options.folder / "mixes")
     if len(kept):
         say(f"mixes: going on with {len(kept)} values that were measured before (--fresh: anew)")
-    asked = QUICK_MIXES if options.quick else MIXES
+    asked = QUICK_MIXES if options.quick else chosen
     await measure_idle(asked, options, kept)
     async with AsyncExitStack() as stack:
         systems = {shape.key: await stack.enter_async_context(running(shape, options)) for shape in SHAPES}
@@ -382,4 +390,4 @@ async def figures(options: Options) -> list[Figure]:
                 for key, cell in (await mixes.cells(mix, turn)).items():
                     of.setdefault(key, []).append(cell)
     kept.forget()
-    return figures_of(cells, MESH.key, {shape.key: shape.name for shape in SHAPES}, FEWEST if not options.quick else 1)
+    return figures_of(cells, MESH.key, {shape.key: shape.name for shape in SHAPES}, FEWEST if asked == MIXES else 1)

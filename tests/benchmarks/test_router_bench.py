@@ -18,7 +18,7 @@ from benchmarks.harness import Figure, Kept, merged, reached, table
 from benchmarks.router import disturbances, lending, overload, peers, placement
 from benchmarks.router.__main__ import PARTS, SUITE
 from benchmarks.router.meshes import Call, Seen
-from benchmarks.router.mixes import MIXES, Cell, Idle, Kind, Mix, book_of, compared, figures_of, objectives, ratio
+from benchmarks.router.mixes import MIXES, Cell, Idle, Kind, Mix, book_of, compared, figures_of, named, objectives, ratio
 from pdmesh.loadtest.record import ObjectiveBook, Objectives, Outcome, Record
 from pdmesh.loadtest.stats import Window
 from pdmesh.v1 import mesh_pb2, worker_pb2
@@ -323,3 +323,10 @@ def test_a_report_of_the_measured_fleet_gives_the_view_that_it_is_of() -> None:
         load = policy_cost.report(before, draw)
         after = snapshot_of(policy_cost.described(before), load, decode=before.decode)
         assert (after.key, after.revision, after.layout) == (before.key, before.revision, before.layout)
+
+
+def test_mixes_are_chosen_by_the_names_that_results_show() -> None:
+    assert named([]) == MIXES
+    assert [mix.name for mix in named(["420+256 at 90%", "32+64 at 110%"])] == ["420+256 at 90%", "32+64 at 110%"]
+    with pytest.raises(ValueError, match=r"no mix '420'.*420\+64 at 70%"):
+        named(["420"])
