@@ -53,8 +53,10 @@ def _keep_only(fd: int) -> None:
 def _watch(lifeline: int, watched: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to a group, they are for the command
         signal.signal(number, signal.SIG_IGN)
+    ended = select.poll()  # select() would know the first 1 024 descriptors alone
+    ended.register(lifeline, select.POLLIN)
     while os.getppid() == watched:
-        if select.select([lifeline], [], [], POLL_PERIOD_S)[0]:
+        if ended.poll(round(1000 * POLL_PERIOD_S)):
             if os.getppid() == watched:  # else its id may be another process's by now
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(watched, signal.SIGKILL)

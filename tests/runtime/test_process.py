@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import resource
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from pdmesh.platform import capabilities
+from pdmesh.platform import capabilities, parent_death_program
 from pdmesh.runtime.child import ManagedProcess, StartFailed
 from pdmesh.runtime.config import EXIT_USAGE, ConfigError
 from pdmesh.runtime.process import Lifecycle, run
@@ -153,6 +154,26 @@ def test_exit_with_parent_without_a_wrapper(without: str) -> None:
         child_pid = json.loads(parent.stdout.readline())["pid"]
         parent.kill()
     asyncio.run(eventually(lambda: not alive(child_pid)))
+
+
+def test_a_child_dies_with_a_parent_that_has_a_thousand_files() -> None:
+    """The watcher's end of the pipe has a number that select() does not know."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048 if hard == resource.RLIM_INFINITY else min(hard, 2048)), hard))
+    reading, writing = os.pipe()
+    high = fcntl.fcntl(reading, fcntl.F_DUPFD, 1100)
+    program = [sys.executable, "-I", "-S", parent_death_program.__file__, str(os.getpid()), str(high)]
+    command = [*program, sys.executable, "-c", "print(flush=True); input()"]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(high,))
+    try:
+        assert child.stdout is not None and child.stdout.readline() == b"\n"
+        os.close(writing)  # as a parent's end does
+        assert child.wait(30) == -signal.SIGKILL
+    finally:
+        child.kill()
+        child.communicate()
+        os.close(reading)
+        os.close(high)
 
 
 async def test_the_watcher_of_a_child_goes_with_it_and_holds_none_of_its_files(
