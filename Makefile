@@ -123,7 +123,7 @@ mesh: $(READY) $(ENVOY) model kernels
 	$(REPEAT) mesh $(BESIDE) tests/mesh -m "not thorough and not alone"
 	$(REPEAT) mesh-alone tests/mesh -m "not thorough and alone"
 
-test-thorough: $(READY) $(TRITON) model kernels  ## takes minutes: every variant of every GPU kernel compiled
+test-thorough: $(READY) $(TRITON) model kernels  ## takes minutes: every variant of every GPU kernel compiled, int8 on every way without draws
 	$(BIN)/python -m pytest -m thorough tests
 
 fuzz-parsers: $(READY)  ## 100 000 random outputs, in all formats of calls and reasoning: no text is lost (two minutes)

@@ -34,7 +34,7 @@ class EngineRequest:
     weights_hash: str = ""  # of the weights that compute it; empty: those that the engine has when it comes
     adapter: AdapterId | None = None  # LoRA adapter that computes it beside the model; None: the model alone
     tpot_goal_s: float = 0.0  # TPOT objective: the longest average time between its tokens; 0: none
-    unpaced_from_ns: int = 0  # time.monotonic_ns() by which its prompt, computed alone, ends without waiting for paces; 0: never
+    unpaced_from_ns: int = 0  # see the function of that name, on the clock of time.monotonic_ns()
     prefill_only: bool = False  # stop after each choice's first new token and hold the blocks until release()
     pooling: Pooling | None = None  # the prompt's embedding is wanted, beside one token
     retention: Retention | None = None  # how long its KV is worth keeping, and for whom; None: no longer than any other
@@ -57,13 +57,13 @@ class EngineRequest:
 
 
 UNPACED_SHARE = 0.5
-"""Part of the time that a prompt has until its TTFT objective, after which, less its own compute, it waits for no pace. The rest
-is for what is before it then, and for the way of its first token."""
+"""Part of the time that a prompt has until its TTFT objective, by which it is to be computed. The rest is for what is before it
+then, and for the way of its first token."""
 
 
 def unpaced_from_ns(received_ns: int, ttft_left_ms: int) -> int:
-    """Return that time, on the clock of `received_ns`, when the request had `ttft_left_ms` until its TTFT objective; 0: it has
-    none."""
+    """Return from when on, less what its prompt takes alone, a request waits for no TPOT objective of others, where sequences
+    speculate: it had `ttft_left_ms` until its own TTFT objective at `received_ns`, on whose clock this is. 0: it has none."""
     return received_ns + int(1e6 * UNPACED_SHARE * ttft_left_ms) if ttft_left_ms else 0
 
 
