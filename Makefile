@@ -17,6 +17,9 @@ ENVOY := $(BIN)/envoy
 # The code that is linted and typed, for people and for CI.
 CODE := pdmesh pdmesh_vllm router prefill_service decode_service kvtransfer tools benchmarks examples tests
 
+# Tests start hundreds of processes, each of which would compile this code anew (a fifth of the start of a worker).
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-vllm model kernels demo demo-without test lint types contracts stubs-fresh protos-lint unit simulated mesh test-thorough test-vllm test-k8s test-clients equality
 .PHONY: fuzz fuzz-parsers simulate chaos chaos-vllm bench-mesh bench-cpu bench-models bench-handoff bench-loadtest bench-profile bench-latency bench-clients bench-constrained bench-soak bench-capacity bench-router bench-autoscale bench-spec bench-sparsity bench-lora bench-observability bench-vllm bench-k8s bench-kv bench-kv-compression bench-gpu train-heads stubs manifests format clean
@@ -115,16 +118,17 @@ BESIDE = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 unit: $(READY) $(TRITON) $(HELM) $(ENVOY) model kernels
 	$(REPEAT) unit $(BESIDE) tests --ignore=tests/mesh --ignore=tests/cluster
 
-# A minute on each core, with seeds that no other day has; a violation is printed with the command that replays it.
+# Half a minute on each core, with seeds that no other day has; a violation is printed with the command that replays it.
 simulated: $(READY) kernels
-	$(BIN)/python -m tests.simulation.run --today --seconds 60 --children $(JOBS)
+	$(BIN)/python -m tests.simulation.run --today --seconds 30 --children $(JOBS)
 
 mesh: $(READY) $(ENVOY) model kernels
 	$(REPEAT) mesh $(BESIDE) tests/mesh -m "not thorough and not alone"
 	$(REPEAT) mesh-alone tests/mesh -m "not thorough and alone"
 
-test-thorough: $(READY) $(TRITON) model kernels  ## takes minutes: every variant of every GPU kernel compiled, int8 on every way without draws
-	$(BIN)/python -m pytest -m thorough tests
+test-thorough: $(READY) $(TRITON) model kernels  ## variants that `make test` leaves out (tests/thorough.py), and every variant of every GPU kernel compiled (half an hour)
+	$(BIN)/python -m pytest -m "thorough and not mesh" $(BESIDE) tests
+	$(BIN)/python -m pytest -m "thorough and mesh" tests
 
 fuzz-parsers: $(READY)  ## 100 000 random outputs, in all formats of calls and reasoning: no text is lost (two minutes)
 	$(BIN)/python -m tests.text.parsers.fuzz $(ARGS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import tokenizers
 from hypothesis import given, settings
@@ -14,13 +16,14 @@ from tests.text.samples import byte_fallback_backend, byte_level_backend, make_t
 TEXTS = st.text(st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from(" thedog\u0301\u212a世")), max_size=200)
 _CANNOT_SPELL = tokenizers.Tokenizer.from_str(byte_level_backend().to_str().replace('"Ā"', '"<a>"').replace('"Ą"', '"<b>"'))
 KINDS = ("byte_level", "byte_fallback")
+tokenizer_of = cache(make_tokenizer)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(text=TEXTS)
 @settings(max_examples=100, deadline=None)
 def test_no_text_has_fewer_tokens_than_its_bytes_allow(kind: str, text: str) -> None:
-    tokenizer = make_tokenizer(kind)
+    tokenizer = tokenizer_of(kind)
     fewest = tokenizer.fewest_tokens(text)
     assert len(tokenizer.encode(text)) >= fewest
     assert bool(fewest) == bool(text)
@@ -43,7 +46,7 @@ def test_fewest_tokens_rounds_up() -> None:
 @given(text=TEXTS)
 @settings(max_examples=100, deadline=None)
 def test_detached_encoding_is_the_same(kind: str, text: str) -> None:
-    tokenizer = make_tokenizer(kind)
+    tokenizer = tokenizer_of(kind)
     for special in (False, True):
         assert tokenizer.encode_detached(text, add_special_tokens=special) == tokenizer.encode(text, add_special_tokens=special)
 
