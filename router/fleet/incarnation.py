@@ -50,6 +50,7 @@ class Incarnation:
     described: worker_reports.Described = field(init=False)
     former_weights: tuple[str, float] = ("", -math.inf)  # hash, and when others replaced them (monotonic seconds)
     reuse: KVReuse = field(default_factory=KVReuse)
+    _told_adapters: dict[str, tuple[common_pb2.AdapterInfo | None, float]] = field(default_factory=dict)  # by name, and when
 
     def prefilled(self, timings: common_pb2.PrefillTimings) -> None:
         """Count what it fetched and restored for a prompt."""
@@ -63,6 +64,19 @@ class Incarnation:
         info.CopyFrom(self.info)
         info.identity.weights_hash = weights_hash
         self.info, self.described = info, worker_reports.describe(info)
+
+    def told_adapter(self, name: str, info: common_pb2.AdapterInfo | None) -> None:
+        """Count that the worker has said it has an adapter, or none of that name, before its next report does."""
+        self._told_adapters[name] = (info, time.monotonic())
+        _put_adapter(self.load, name, info)
+
+    def corrected(self, load: worker_pb2.LoadReport, since: float) -> worker_pb2.LoadReport:
+        """Return a report with the adapters that it may have been made too early to contain: what the worker has answered after
+        `since` (monotonic seconds)."""
+        self._told_adapters = {name: told for name, told in self._told_adapters.items() if told[1] >= since}
+        for name, (info, _) in self._told_adapters.items():
+            _put_adapter(load, name, info)
+        return load
 
     @property
     def longest_step_s(self) -> float:
@@ -90,3 +104,10 @@ class Incarnation:
     def adapters(self) -> frozenset[AdapterId]:
         """Return the LoRA adapters that requests may ask for, by its last report."""
         return worker_reports.adapters_of(self.load)
+
+
+def _put_adapter(load: worker_pb2.LoadReport, name: str, info: common_pb2.AdapterInfo | None) -> None:
+    """Have a report say that the worker has this adapter, or none of that name."""
+    others = [each for each in load.adapters if each.name != name]
+    del load.adapters[:]
+    load.adapters.extend(others if info is None else [*others, info])

@@ -294,17 +294,14 @@ class Worker:
 
     def told_adapter(self, info: common_pb2.AdapterInfo) -> None:
         """Count an adapter that the worker has said it loaded, before its next report does."""
-        self.forget_adapter(info.name)
         if self.current is not None:
-            self.current.load.adapters.append(info)
+            self.current.told_adapter(info.name, info)
             self._view_changed()
 
     def forget_adapter(self, name: str) -> None:
         """Count an adapter that the worker has unloaded no longer."""
         if self.current is not None:
-            left = [each for each in self.current.load.adapters if each.name != name]
-            del self.current.load.adapters[:]
-            self.current.load.adapters.extend(left)
+            self.current.told_adapter(name, None)
             self._view_changed()
 
     def stream_changed(self) -> None:
@@ -424,13 +421,15 @@ class Worker:
         if current is None or load.epoch != current.info.epoch:
             return
         now = time.monotonic()
+        young = now - 2 * self._report_period_ms / 1000  # what it has said since then the report may have been made before
         former, replaced_at = current.former_weights
-        if load.weights_hash != former or now - replaced_at > 2 * self._report_period_ms / 1000:  # else made before the change
+        if load.weights_hash != former or replaced_at < young:
             self.has_weights(load.weights_hash)
+        load = current.corrected(load, young)
         if now - current.reported_at > LATE_PERIODS * self._report_period_ms / 1000:
             current.late_at = now
         told, told_at = self._told_serving
-        if now - told_at <= 2 * self._report_period_ms / 1000:  # the report may have been made before
+        if told_at >= young:
             load.serving_state = told
         if current.is_stopped:
             current.stopped_at = now
