@@ -109,12 +109,19 @@ def test_marks_of_a_running_step_let_parts_go_before_its_end(pair: Staged) -> No
     pair.engine.release("early")
 
 
+def _stop(pid: int) -> None:
+    """Stop a rank. One that runs on another core goes on for a moment."""
+    os.kill(pid, signal.SIGSTOP)
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.001)
+
+
 def test_a_rank_that_is_killed_in_a_copy_fails_the_worker_and_is_named(tiny: Path) -> None:
     with staged(tiny) as made:
         heard: queue.SimpleQueue[RankFailed] = queue.SimpleQueue()
         made.engine.watch_ranks(heard.put)
         [pid] = pids_of(made.engine)
-        os.kill(pid, signal.SIGSTOP)
+        _stop(pid)
         piece = made.taken()
         copy = made.staging.fetch(piece, range(2), [0], made.marks.now())
         time.sleep(0.05)
@@ -135,9 +142,7 @@ def test_a_rank_that_is_silent_in_a_copy_fails_the_worker_though_no_step_runs(ti
         heard: queue.SimpleQueue[RankFailed] = queue.SimpleQueue()
         made.engine.watch_ranks(heard.put)
         [pid] = pids_of(made.engine)
-        os.kill(pid, signal.SIGSTOP)
-        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-            time.sleep(0.001)  # a rank that runs on another core goes on for a moment
+        _stop(pid)
         piece = made.taken()
         with pytest.raises(RankFailed, match=rf"rank 1 \(process {pid}\) has not answered for 0\.5 s in a copy of KV"):
             made.staging.store(piece, range(2), [0], made.marks.now()).result(20)
