@@ -26,9 +26,6 @@ Elsewhere of SPREAD."""
 FORGIVEN = 32
 """The most paces that a sequence can be behind. Time beyond that, which a stalled machine took, is lost: prompts do not make up
 for it."""
-UNPACED_SHARE = 0.5
-"""Part of the time that a prompt has until its TTFT objective, by which it is to be computed, where sequences speculate: it waits
-for no pace from then on, less what it takes alone. The rest is for what is before it then, and for the way of its first token."""
 OLDEST_SHARE = 0.5
 """The least part of a step's prompt tokens that the oldest prompt gets, while it needs them."""
 MUCH_SHORTER = 0.5

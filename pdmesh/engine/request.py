@@ -12,7 +12,6 @@ from pdmesh.engine.kv_cache.retention import Retention
 from pdmesh.engine.outputs import FinishReason
 from pdmesh.engine.sampling.grammar import Grammar, Matcher
 from pdmesh.sampling_params import SamplingParams
-from pdmesh.step_sharing import UNPACED_SHARE
 
 
 class Pooling(enum.Enum):
@@ -55,6 +54,11 @@ class EngineRequest:
     def block_root(self) -> bytes:
         """Return the root of its blocks' hashes: KV that an adapter computed is found by requests with that adapter alone."""
         return self.cache_root if self.adapter is None else self.adapter.root(self.cache_root)
+
+
+UNPACED_SHARE = 0.5
+"""Part of the time that a prompt has until its TTFT objective, by which it is to be computed. The rest is for what is before it
+then, and for the way of its first token."""
 
 
 def unpaced_from_ns(received_ns: int, ttft_left_ms: int) -> int:

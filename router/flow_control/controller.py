@@ -221,7 +221,7 @@ class Admission:
 
 def _note_expected(ticket: Ticket, forecast: Forecast | None, wait_s: float | None) -> None:
     if forecast is not None:
-        ticket.expected_s = expected_ttft_s(forecast, wait_s, ticket.item.ttft_s)
+        ticket.expected_s = expected_ttft_s(forecast, wait_s)
 
 
 # Flow control for coroutines: they wait for the decisions of `Admission`.

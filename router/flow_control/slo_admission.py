@@ -11,7 +11,6 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from pdmesh.step_sharing import UNPACED_SHARE
 from router.routing.cost_model import MAX_AHEAD_S, Prediction, is_saturated
 from router.tokenization.prepared_request import PreparedRequest
 
@@ -35,8 +34,7 @@ class Forecast:
 
     `has_room`: some worker could hold it now. `ahead_s`: the part of `ttft_s` that other requests' prompts take. `idle_tpot_s`:
     the TPOT on the fastest worker with no other load; None: not computed, or not known. `elsewhere`: where it would begin at
-    once, and have its first token later, as less of it is cached there; None: nowhere, or it begins at once anyway. `unpaced_s`:
-    what the prompt takes from when it waits for no pace any more, for the sake of its own TTFT objective; None: it waits.
+    once, and have its first token later, as less of it is cached there; None: nowhere, or it begins at once anyway.
     """
 
     ttft_s: float
@@ -45,7 +43,6 @@ class Forecast:
     ahead_s: float = 0.0
     idle_tpot_s: float | None = None
     elsewhere: Prediction | None = None
-    unpaced_s: float | None = None
 
 
 class Forecaster(Protocol):
@@ -326,7 +323,7 @@ class SloEstimate:
         """
         if forecast is None or item.ttft_s is None:
             return None
-        expected_s = waited_s + expected_ttft_s(forecast, wait_s, item.ttft_s - waited_s)
+        expected_s = waited_s + expected_ttft_s(forecast, wait_s)
         ratio = expected_s / (HOPELESS * item.ttft_s) if waited_s else margin * expected_s / item.ttft_s
         late = ratio > (REOPEN if self.refusing and not waited_s else 1.0)
         if alone_s(forecast) <= REOPEN * item.ttft_s and not waited_s:
@@ -350,7 +347,7 @@ def deadline_refusal(item: FlowItem, forecast: Forecast | None, wait_s: float | 
     is the cause, and no retry helps."""
     if forecast is None or item.deadline is None:
         return None
-    left_s, expected_s = item.deadline - now, expected_ttft_s(forecast, wait_s, item.ttft_s)
+    left_s, expected_s = item.deadline - now, expected_ttft_s(forecast, wait_s)
     if expected_s <= left_s:
         return None
     words = f"the first token is predicted in {_ms(expected_s)}, the deadline is in {_ms(left_s)}"
@@ -387,17 +384,12 @@ def never_fast_enough(item: FlowItem, forecast: Forecast | None) -> Refusal | No
     return Refusal("objective", words, MAX_RETRY_DELAY_S)
 
 
-def expected_ttft_s(forecast: Forecast, wait_s: float | None, left_s: float | None = None) -> float:
+def expected_ttft_s(forecast: Forecast, wait_s: float | None) -> float:
     """Return the expected TTFT from now. After a wait, workers are as busy as they ever get work in advance (MAX_AHEAD_S), save
-    one that has the prompt's beginning. `left_s`: the time until the TTFT objective; None: there is none."""
+    one that has the prompt's beginning."""
     if wait_s is None or forecast.elsewhere is not None:
-        ahead_s, begins_s = forecast.ahead_s, wait_s or 0.0
-    else:
-        ahead_s, begins_s = min(forecast.ahead_s, MAX_AHEAD_S), wait_s
-    placed_s = alone_s(forecast) + ahead_s
-    if left_s is not None and forecast.unpaced_s is not None:
-        placed_s = min(placed_s, max(UNPACED_SHARE * (left_s - begins_s), ahead_s + forecast.unpaced_s))
-    return begins_s + placed_s
+        return forecast.ttft_s + (wait_s or 0.0)
+    return wait_s + alone_s(forecast) + min(forecast.ahead_s, MAX_AHEAD_S)
 
 
 def _objective_words(objective_s: float, expected_s: float, forecast: Forecast, wait_s: float | None, waited_s: float) -> str:

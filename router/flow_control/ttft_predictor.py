@@ -47,10 +47,7 @@ class TtftPredictor:
         slow = routing_request.tpot_goal_s is not None and predicted.tpot_s > routing_request.tpot_goal_s
         idle_tpot_s = self._idle_tpot_s(routing_request) if slow else None
         elsewhere = free_elsewhere(choice, routing_request)
-        num_tokens = routing_request.num_tokens
-        estimate = fleet_snapshot.pool_of(computing).estimates[computing.address]
-        unpaced_s = estimate.unpaced_s(num_tokens, num_tokens - routing_request.uncached(computing))
-        return Forecast(predicted.ttft_s, predicted.tpot_s, best.has_room, predicted.ahead_s, idle_tpot_s, elsewhere, unpaced_s)
+        return Forecast(predicted.ttft_s, predicted.tpot_s, best.has_room, predicted.ahead_s, idle_tpot_s, elsewhere)
 
     def _idle_tpot_s(self, routing_request: RoutingRequest) -> float | None:
         """Return the TPOT of the fastest worker with no other load; None while some worker does not report its speed. The value

@@ -254,16 +254,6 @@ class WorkerEstimate:
         compute_s, fixed_s = ahead_s + lasts_s, num_steps * model.fixed_s
         return _new(PromptSide, (ahead_s, compute_s, own_s, self.rows, self.step_s / self.tokens, fixed_s, is_paced))
 
-    def unpaced_s(self, num_tokens: int, num_cached: int) -> float | None:
-        """Return how long a prompt of which `num_cached` tokens are cached takes if it waits for no pace, once its own TTFT
-        objective does not allow it (UNPACED_SHARE); None: prompts have no pace to wait for, or wait in any case."""
-        if self.tokens <= DRAFTING or not self.share_soon:
-            return None
-        model, first = self.model, num_cached if num_cached < num_tokens else num_tokens - 1
-        own = num_tokens - first
-        own_s = own * model.per_prefill_token_s + prefill_context(first, num_tokens) * model.per_prefill_context_s
-        return own_s + math.ceil(own / self.chunk) * self.others_s
-
     def output_side(self, num_tokens: int, num_cached: int, num_choices: int, expected_tokens: float, now: float) -> OutputSide:
         """Return the effect of decoding `num_choices` outputs of `expected_tokens`; `num_cached` prompt tokens are cached."""
         model, tokens = self.model, self.tokens

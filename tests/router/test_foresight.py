@@ -192,34 +192,6 @@ def test_a_queue_that_is_left_out_of_what_is_expected_is_only_that_of_workers_wi
     assert expected_ttft_s(replace(AFFINE, elsewhere=FREE), 0.2) == pytest.approx(0.2 + 0.45)
 
 
-@pytest.mark.parametrize(
-    ("wait_s", "left_s", "expected_s"),
-    [
-        (None, 2.0, 0.8),  # it has its time without the rule
-        (None, 1.0, 0.5),  # half of its time
-        (None, 0.4, 0.3),  # what it takes at once, behind what is there
-        (0.4, 1.4, 0.9),  # half of what is left behind the wait
-        (0.4, 0.5, 0.4 + 0.2 + 0.1),
-        (0.4, None, 1.2),
-    ],
-)
-def test_a_prompt_that_waits_for_no_pace_in_the_end_is_expected_then(
-    wait_s: float | None, left_s: float | None, expected_s: float
-) -> None:
-    paced = Forecast(ttft_s=0.8, tpot_s=0.02, has_room=True, ahead_s=0.2)
-    assert expected_ttft_s(replace(paced, unpaced_s=0.1), wait_s, left_s) == pytest.approx(expected_s)
-    assert expected_ttft_s(paced, wait_s, left_s) == pytest.approx(0.8 + (wait_s or 0.0))
-
-
-def test_it_is_admitted_for_that() -> None:
-    """A first token within 0.4 s, in no queue, which takes 0.45 s at the pace of others."""
-    paced = Forecast(ttft_s=0.45, tpot_s=0.02, has_room=True, ahead_s=0.1)
-    asked = replace(PROMISED, ttft_s=0.4)
-    assert SloEstimate().refusal(asked, paced, None) is not None
-    assert SloEstimate().refusal(asked, replace(paced, unpaced_s=0.1), None) is None
-    assert SloEstimate().refusal(asked, replace(paced, unpaced_s=0.35), None) is not None
-
-
 def test_one_that_wants_a_busy_worker_is_in_no_others_way_while_some_are_free() -> None:
     """It is sent there at once, and so are those that come after it, until prompts on their way could fill the free worker."""
     sky, idle = Sky(), Sky()

@@ -92,17 +92,6 @@ def test_what_sequences_that_draft_are_behind_holds_no_prompt_back() -> None:
     assert compute_s(slack_s=-0.2, **one_token) > compute_s(**one_token)
 
 
-def test_what_a_prompt_takes_once_it_waits_for_no_pace() -> None:
-    """Full steps of all that decode; where nobody drafts, and where nobody has a pace, there is no such time."""
-    engine = guessing(4, 2.0, 3.0, pace_s=0.02)
-    paced_s = engine.prompt_side(900, 100, 0.0).compute_s - engine.ahead_s(0.0)
-    assert engine.unpaced_s(900, 100) == pytest.approx(0.8 + 2 * engine.others_s)
-    assert engine.unpaced_s(900, 100) < paced_s
-    assert engine.unpaced_s(900, 900) == pytest.approx(0.001 + engine.others_s)
-    assert guessing(4, 1.0, 1.0, pace_s=0.02).unpaced_s(900, 100) is None
-    assert guessing(4, 2.0, 3.0).unpaced_s(900, 100) is None
-
-
 def test_both_ways_to_predict_agree_bit_for_bit() -> None:
     prefill, decode = guessing(5, 1.7, 2.9), guessing(9, 3.1, 5.3, pace_s=0.03)
     prompt, output = prefill.prompt_side(900, 100, 0.3), decode.output_side(900, 200, 1, 80.0, 0.3)
