@@ -24,7 +24,8 @@ transformers = pytest.importorskip("transformers")
 def test_tokens_are_those_of_the_merged_model(variant: str, tmp_path: Path) -> None:
     folder = family(tmp_path / "model", variant)
     model = reference(folder, dtype=torch.float32, attn_implementation="eager")
-    backends = {backend: load(folder, backend=backend, dtype="float32", max_loras=2) for backend in BACKENDS}
+    computed = [backend for backend in BACKENDS if backend == "torch" or variant != "apertus"]  # no kernel has its activation
+    backends = {backend: load(folder, backend=backend, dtype="float32", max_loras=2) for backend in computed}
     config = backends["torch"].config
     modules = list(modules_of(config))
     assert set(modules) <= linear_modules(model).keys()
