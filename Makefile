@@ -126,7 +126,7 @@ mesh: $(READY) $(ENVOY) model kernels
 	$(REPEAT) mesh $(BESIDE) tests/mesh -m "not thorough and not alone"
 	$(REPEAT) mesh-alone tests/mesh -m "not thorough and alone"
 
-test-thorough: $(READY) $(TRITON) model kernels  ## variants that `make test` leaves out (tests/thorough.py), and every variant of every GPU kernel compiled (half an hour)
+test-thorough: $(READY) $(TRITON) model kernels  ## variants that `make test` leaves out (tests/thorough.py), and every variant of every GPU kernel compiled (ten minutes)
 	$(BIN)/python -m pytest -m "thorough and not mesh" $(BESIDE) tests
 	$(BIN)/python -m pytest -m "thorough and mesh" tests
 

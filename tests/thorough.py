@@ -63,7 +63,7 @@ SLOW = {
     "tests/benchmarks/test_gpu_bench.py": r"test_what_steps_launch_was_compiled_ahead\[int8\]",
     # The kernels of other tiers alone; `test_model_tiers.py` has whole models on the tiers of this processor.
     "tests/engine/kernels/cpu/test_kernels_tiers.py": r".",
-    "tests/engine/kernels/cpu/test_sampling.py": r"torch_sampler\[(avx2|portable)",
+    "tests/engine/kernels/cpu/test_sampling.py": r"torch_sampler\[portable",
     # A mesh without all capabilities is in every run (tests/mesh/test_without.py); here each is taken from the parts that use it.
     "tests/platform/test_without.py": r"work_without_it\[",
     "tests/engine/test_worker_memory.py": r"full_disk.*\[62914560|start_at_once|read_only",

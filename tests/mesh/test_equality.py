@@ -1,5 +1,5 @@
 """The real model, six prompts, every way: in float32 the tokens of transformers, in the default numbers (int8) one engine's.
-All prompts: `make equality`; int8 without draws: `make test-thorough`."""
+All prompts: `make equality`; int8: `make test-thorough`."""
 
 from pathlib import Path
 
