@@ -61,7 +61,7 @@ def test_logits_and_greedy_tokens_are_those_of_the_reference(variant: str, tmp_p
     expected, found = (PagedLoop(each).logits(token_ids, 30) for each in (reference, own))
     torch.testing.assert_close(found, expected, atol=2e-4 * float(expected.abs().max()), rtol=1e-4)
     tokens, drawn = (PagedLoop(each).generate(prompts, 6) for each in (reference, own))
-    assert len({token for some in tokens for token in some}) > 1, "greedy output that hardly varies shows nothing"
+    assert len({token for some in tokens for token in some}) > 2, "greedy output that hardly varies shows nothing"
     assert drawn == tokens
 
 
