@@ -46,7 +46,9 @@ class AutoscalerSettings:
             "help": "how long fewer must have been enough, and none added, before a pool shrinks; 2.5 times that beside bursts"
         },
     )
-    headroom: float = field(default=0.2, metadata={"help": "a pool shrinks only if the rest would bear this share more"})
+    headroom: float = field(
+        default=0.1, metadata={"help": "a pool shrinks only if the rest would bear this share more; twice that beside bursts"}
+    )
     drain_s: float = field(default=120.0, metadata={"help": "time to drain a backlog"})
     stale_after_s: float = field(default=30.0, metadata={"help": "older figures are not used"})
     zero_after_s: float = field(default=600.0, metadata={"help": "without any request before an idle pool goes to zero"})

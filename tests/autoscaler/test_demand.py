@@ -105,6 +105,17 @@ def test_beside_bursts_a_pool_shrinks_after_a_longer_cool_down() -> None:
     assert shrinks_at(bursty(20.0)) == LUMPY_COOL_DOWNS * SETTINGS.cool_down_s
 
 
+@pytest.mark.parametrize(("noise", "headroom"), [(USUAL_NOISE, 0.1), (USUAL_NOISE + 1, 0.2)])
+def test_a_pool_keeps_twice_the_headroom_where_arrivals_are_uneven(noise: float, headroom: float) -> None:
+    told = Told(200.0)
+    told.expected = Expected(200.0, 0.0, noise)
+    scaler, (prefill, decode) = Policy(replace(SETTINGS, headroom=0.1), GOALS, told), need(400.0)
+    for second in range(0, 140, 10):
+        last = scaler.decide(snapshot(second, 200.0, prefill, decode))
+    enough, _ = need(200.0 * (1 + headroom))
+    assert last.replicas(PREFILL) == enough < prefill and f"with {headroom:.0%} to spare" in last.reason
+
+
 def test_a_queue_of_a_quarter_of_the_objective_is_no_backlog() -> None:
     told = Told(10.0)
     waiting = traffic(10.0, num_queued=26)

@@ -117,7 +117,7 @@ def test_it_shrinks_only_when_less_was_enough_with_headroom_for_the_cool_down() 
         assert "but not for 120 s yet" in decision.reason
     decision = scaler.decide(snapshot(120, 60.0, prefill + 3, decode))
     assert decision.replicas(PREFILL) == prefill
-    assert f"{prefill} have been enough for 120 s with 20% to spare" in decision.reason
+    assert f"{prefill} have been enough for 120 s with {SETTINGS.headroom:.0%} to spare" in decision.reason
     assert decision.replicas(DECODE) == decode
 
 

@@ -15,7 +15,7 @@ have borne the first of them.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 from pdmesh.autoscaler.forecasting.forecast import Expected, Forecaster, State
 from pdmesh.autoscaler.forecasting.registry import forecaster_of
@@ -23,13 +23,11 @@ from pdmesh.autoscaler.policy.pool_plan import Plan, PoolMemory, plan, switch_ro
 from pdmesh.autoscaler.policy.sizing import (
     LUMPY_COOL_DOWNS,
     Correction,
-    Demand,
-    Size,
     SmoothedLengths,
     Speed,
     borne_share,
-    cool_down_s,
     demand,
+    in_force,
     pool_of,
     size,
     unasked,
@@ -37,7 +35,7 @@ from pdmesh.autoscaler.policy.sizing import (
 )
 from pdmesh.autoscaler.settings import AutoscalerSettings
 from pdmesh.autoscaler.views import Decision, Flip, PoolDecision, PoolName, PoolView, Snapshot
-from pdmesh.planning.capacity_load import Goals, Load, Worker
+from pdmesh.planning.capacity_load import Goals, Load
 
 # Division of GPUs between pools when there are fewer than they ask for.
 #
@@ -100,7 +98,6 @@ def _smallest_share(claims: list[Claim], replicas: dict[PoolName, int]) -> float
 
 
 _FORMAT = 1
-Share = Callable[[int], float]
 
 
 class Policy:
@@ -125,7 +122,7 @@ class Policy:
             return self._keep(snapshot, f"{num_stopped} workers are paused or asleep: nothing changes until they run", "stopped")
         self._learn(snapshot)
         now_s = snapshot.now_s
-        settings = replace(self._settings, cool_down_s=cool_down_s(self._forecaster.at(now_s), self._settings))
+        settings = in_force(self._forecaster.at(now_s), self._settings)
         plans = {view.name: self._plan(_without_old_hold(view, now_s), snapshot, settings) for view in snapshot.pools}
         plans, flips = switch_roles(plans, self._memories, settings, now_s)
         plans = self._within_budget(plans, flips, now_s, settings)
@@ -229,13 +226,12 @@ class Policy:
         else:
             load = Load(traffic.rate_per_s, lengths, self._lengths.burstiness)
             view = _without_held_kv(view, snapshot)
-            plan_size, share = self._sized(view, worker, load, asked, traffic.queue_wait_s if self._is_settled(snapshot) else 0.0)
+            pool = pool_of(view.name, worker.slower(self._factor(view.name)), self._goals)
+            queue_wait_s = traffic.queue_wait_s if self._is_settled(snapshot) else 0.0
+            plan_size = size(view, pool, load, asked, queue_wait_s, settings)
+            share = partial(borne_share, pool, load, asked.needed)
         memory.remember(now_s, plan_size.enough, LUMPY_COOL_DOWNS * self._settings.cool_down_s, settings.step_period_s)
         return plan(view, plan_size, cache(share), memory, settings, now_s, idle_s)
-
-    def _sized(self, view: PoolView, worker: Worker, load: Load, asked: Demand, queue_wait_s: float) -> tuple[Size, Share]:
-        pool = pool_of(view.name, worker.slower(self._factor(view.name)), self._goals)
-        return size(view, pool, load, asked, queue_wait_s, self._settings), lambda num: borne_share(pool, load, asked.needed, num)
 
     def _factor(self, name: PoolName) -> float:
         """Return the factor by which its steps take longer than its model predicts."""

@@ -80,10 +80,15 @@ def demand(
 LUMPY_COOL_DOWNS = 2.5
 """Cool-downs that a pool takes beside bursts before it shrinks: those minutes apart tell more of it than one of them does."""
 
+NOISY_HEADROOMS = 2.0
+"""Headrooms that a pool keeps with more noise than USUAL_NOISE: what came lately tells less of what will come."""
 
-def cool_down_s(moment: Expected, settings: AutoscalerSettings) -> float:
-    """Return the cool-down at present."""
-    return settings.cool_down_s * (LUMPY_COOL_DOWNS if moment.noise > LUMPY_NOISE else 1.0)
+
+def in_force(moment: Expected, settings: AutoscalerSettings) -> AutoscalerSettings:
+    """Return the settings with the cool-down and the headroom of the present: the less even arrivals are, the larger."""
+    cool_downs = LUMPY_COOL_DOWNS if moment.noise > LUMPY_NOISE else 1.0
+    headrooms = NOISY_HEADROOMS if moment.noise > USUAL_NOISE else 1.0
+    return replace(settings, cool_down_s=cool_downs * settings.cool_down_s, headroom=headrooms * settings.headroom)
 
 
 def _lumps(moment: Expected, evened_s: float) -> float:
