@@ -233,8 +233,8 @@ class RouterConfig:
     wake_timeout_s: float = field(
         default=0.0,
         metadata={
-            "help": "of pools that may go to zero: how long a request waits while its model has no worker at all, and the router "
-            "is ready without workers; 0: neither"
+            "help": "of pools that may go to zero: how long a request waits while no worker decodes its model, and the router is "
+            "ready without workers; 0: neither"
         },
     )
     paused_timeout_s: float = field(

@@ -155,6 +155,10 @@ class FleetRegistry:
         """Return whether any worker of `model` is alive, in whatever role."""
         return any(view.model == model for view in self.views())
 
+    def decodes(self, model: str) -> bool:
+        """Return whether a worker of `model` decodes: one that has just joined does not before its decode stream is open."""
+        return any(view.decode and view.model == model for view in self.views())
+
     @property
     def stopped(self) -> list[Worker]:
         """Return the workers that are paused or asleep."""

@@ -177,7 +177,7 @@ class PlaceStage:
                 dispatch.timings.queued(search.waiting_ns)  # the time of the try is route, reserve or retry time
                 search.begin_try()
                 return
-            if self._waits_for_stopped(dispatch, alone=True):
+            if self._waits_for_stopped(dispatch, alone=True) or self._waits_for_start(dispatch):
                 continue
             if loop.time() - search.began_s > self._core.config.room_timeout_s:
                 raise ResourceExhausted(
@@ -232,6 +232,19 @@ class PlaceStage:
             raise Unavailable(f"{text}, see `pdmesh status`", retry_delay_s=ROOM_RETRY_DELAY_S)
         return True
 
+    def _waits_for_start(self, dispatch: Dispatch) -> bool:
+        """Return whether no worker of the model decodes where pools may be at zero: the autoscaler sees the request, and starts
+        some. Other limits begin when one decodes. Raises Unavailable when it has waited for too long."""
+        search, config, name = dispatch.search, self._core.config, dispatch.request.prepared.model.name
+        usual_s = config.resubmit_timeout_s if dispatch.started else config.place_timeout_s
+        if config.wake_timeout_s <= usual_s or self._core.fleet.decodes(name):
+            return False
+        search.began_s = now = asyncio.get_running_loop().time()
+        if now - search.entered_s > config.wake_timeout_s:
+            text = f"no decode worker of {name!r} has started; waited {now - search.entered_s:.0f} s"
+            raise Unavailable(f"{text}, see `pdmesh status`", retry_delay_s=ROOM_RETRY_DELAY_S)
+        return True
+
     def _check_limit(self, nothing: NoPlacement, dispatch: Dispatch, waited_s: float) -> None:
         config = self._core.config
         if nothing.field:
@@ -241,10 +254,9 @@ class PlaceStage:
             raise ResourceExhausted(f"{nothing.reason}; {nothing.remedy}", field=field, reason=nothing.word or None)
         if nothing.full and waited_s > config.room_timeout_s:
             raise ResourceExhausted(f"{nothing.reason}; no room for {waited_s:.0f} s", retry_delay_s=ROOM_RETRY_DELAY_S)
-        limit_s = config.resubmit_timeout_s if dispatch.started else config.place_timeout_s
-        if config.wake_timeout_s > limit_s and not self._core.fleet.serves(dispatch.request.prepared.model.name):
-            limit_s = config.wake_timeout_s  # its pools are at zero: the autoscaler sees the request, and starts workers
-        if not nothing.full and waited_s > limit_s:
+        if nothing.full or self._waits_for_start(dispatch):
+            return
+        if waited_s > (config.resubmit_timeout_s if dispatch.started else config.place_timeout_s):
             raise Unavailable(f"{nothing.reason}; waited {waited_s:.0f} s, see `pdmesh status`", retry_delay_s=ROOM_RETRY_DELAY_S)
 
 

@@ -288,7 +288,7 @@ class WorkerSearch:
     waiter: Waiter | None = None  # the place in the capacity queue
     change: asyncio.Event = field(init=False)  # the next change of the fleet since before the try
     entered_s: float = 0.0  # the beginning of the wait, in event-loop time
-    began_s: float = 0.0  # the same, or when a worker was last seen to be paused or asleep
+    began_s: float = 0.0  # the same, or when its workers were last seen to be stopped, or to start
     waiting_ns: int = 0
 
     def begin_round(self, *, takes_ejected: bool) -> None:

@@ -381,6 +381,39 @@ async def test_without_a_worker_a_router_is_ready_only_where_pools_may_be_at_zer
             assert router.core.is_ready is router.frontend.is_ready is (wake_timeout_s > 0)
 
 
+@pytest.mark.parametrize(
+    "later", [[("w", (PREFILL, DECODE))], [("p", (PREFILL,)), ("d", (DECODE,))]], ids=["both", "prefill first"]
+)
+async def test_all_that_wait_for_the_first_workers_are_served(
+    model_folder: Path, later: list[tuple[str, tuple[worker_pb2.Role.ValueType, ...]]]
+) -> None:
+    """However long the start takes beyond what a request waits where there are workers."""
+    gone = [await StubWorker(name, roles).start() for name, roles in later]
+    for worker in gone:
+        await worker.kill()
+    config = config_for(model_folder, gone, wake_timeout_s=60.0, place_timeout_s=0.2, room_timeout_s=0.3)
+    async with running_router(config) as (router, stub):
+        waiting = [asyncio.create_task(Mesh(router, stub, {}).generate(request())) for _ in range(3)]
+        started = []
+        for worker in gone:
+            await asyncio.sleep(0.7)
+            started.append(await StubWorker(worker.name, worker.roles, port=worker.port).start())
+        for answer in await asyncio.gather(*waiting):
+            assert answer.tokens() == expected(8)
+        for worker in started:
+            await worker.kill()
+
+
+async def test_who_waits_for_the_first_worker_is_told_when_none_comes(model_folder: Path) -> None:
+    config = config_for(model_folder, wake_timeout_s=0.6, place_timeout_s=0.1, room_timeout_s=0.1)
+    async with running_router(config) as (router, stub):
+        mesh = Mesh(router, stub, {})
+        ends = await asyncio.gather(*(mesh.generate(request()) for _ in range(3)), return_exceptions=True)
+        for end in ends:
+            assert isinstance(end, grpc.aio.AioRpcError) and end.code() is grpc.StatusCode.UNAVAILABLE
+            assert "no decode worker of 'tiny' has started; waited 1 s" in str(end.details())
+
+
 @pytest.mark.parametrize("wake_timeout_s", [0.0, 3600.0])
 async def test_forced_remote_without_prefill_is_unavailable(model_folder: Path, wake_timeout_s: float) -> None:
     """Also where a request waits for the first worker: the model has one."""
