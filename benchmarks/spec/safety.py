@@ -180,6 +180,8 @@ NUM_TOKENS = 64
 LONGEST_ARRIVING, ARRIVING_TASKS = 200, 3
 """Tokens of a prompt; and tasks, so many times as many as there are at a time."""
 GOAL = 0.98
+"""Of every kind at every batch, but where more is asked for."""
+MORE = {("copying", 1): 2.5, ("mixed", 1): 1.4}
 
 
 def safety_figures(bench: Bench, workloads: Mapping[str, Sequence[Task]], rounds: int) -> Iterator[Figure]:
@@ -192,7 +194,7 @@ def safety_figures(bench: Bench, workloads: Mapping[str, Sequence[Task]], rounds
             warm(engine, tasks)
         for batch in BATCHES:
             found = take_turns(off, on, [tasks[: NUM_TASKS[batch]]], rounds, partial(Refilled, batch=batch))
-            yield from _figures(f"{kind}, batch {batch}", found)
+            yield from _figures(f"{kind}, batch {batch}", found, MORE.get((kind, batch), GOAL))
 
 
 def arriving_figures(bench: Bench, tasks: Sequence[Task], rounds: int) -> Iterator[Figure]:
@@ -207,11 +209,11 @@ def arriving_figures(bench: Bench, tasks: Sequence[Task], rounds: int) -> Iterat
         yield from _figures(f"prompts arriving, about {batch} at a time", found)
 
 
-def _figures(name: str, turns: Turns) -> list[Figure]:
+def _figures(name: str, turns: Turns, goal: float = GOAL) -> list[Figure]:
     ratios = turns.ratios
     say(f"{name}: {turns.ratio:.3f}, {ratios[0]:.3f} to {ratios[-1]:.3f} (none to itself: {turns.noise:.3f})")
     return [
-        Figure(f"{name}: on / off", round(turns.ratio, 3), "x", "higher", GOAL),
+        Figure(f"{name}: on / off", round(turns.ratio, 3), "x", "higher", goal),
         Figure(f"{name}: on / off, least of {len(ratios)} turns", round(ratios[0], 3), "x", "higher"),
         Figure(f"{name}: on / off, greatest of {len(ratios)} turns", round(ratios[-1], 3), "x", "higher"),
         Figure(f"{name}: off / off, what is noise", round(turns.noise, 3), "x", "higher"),

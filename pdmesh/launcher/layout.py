@@ -1,10 +1,10 @@
 """Which layout of a machine's cores is expected to serve best, beside the one that was asked for, and why. Pure.
 
-The rules are those that `make bench-router` shows (`mixes` and `lending` in benchmarks/results/router.json): where prompts and
-answers each have a core, answers go on while prompts are computed, which costs a prompt alone next to nothing as long as it may
-use the cores of a decode worker that has nothing to do. In most mixes measured on two cores that was no worse than the better of
-two aggregated deployments: not in all (0.84 and 0.96 times the goodput), and no other number of cores was measured.
-Both workers of these mixes had both roles, and the router decided for each request whether one computes for the other.
+The rules are those that `make bench-router` shows (`mixes` and `lending` in benchmarks/results/router.json). The mesh of the
+mixes is two workers with both roles, a core each and lent cores, where the router decides for each request whether one computes
+for the other: in the median of the rounds no worse than the better of two aggregated deployments on any mix, and a prompt alone
+takes 1.11 times as long as on both cores. Workers with a role each are a part of what that router may choose; in mixes they were
+not measured. No other number of cores was.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from __future__ import annotations
 from pdmesh.launcher.plan import LocalMeshConfig, num_threads
 from pdmesh.worker.engines.registry import DEFAULT_ENGINE
 
-SEPARATED = "--prefill 1 --decode 1"
-BOTH = "--prefill 0 --decode 0 --both 1"
+TWO_BOTH = "--prefill 0 --decode 0 --both 2"
+ONE_BOTH = "--prefill 0 --decode 0 --both 1"
+MEASURED = "the router chooses for each request which worker computes its prompt, and cores without work are lent"
 ALONE_TIMES = 1.4
 """How much longer a prompt of 420 tokens alone takes on one of two cores, as measured (1.37)."""
 
@@ -24,36 +25,39 @@ def expectation(config: LocalMeshConfig, num_cores: int) -> str:
     if config.engine != DEFAULT_ENGINE or config.device != "cpu":
         return ""
     if num_cores < config.num_workers:
-        return _better(BOTH, f"{config.num_workers} workers share {_cores(num_cores)}, so nothing is computed side by side")
+        why = f"{config.num_workers} workers share {_cores(num_cores)}, so "
+        if num_cores == 1:
+            return _better(ONE_BOTH, f"{why}nothing is computed side by side")
+        return _better(TWO_BOTH, f"{why}some wait for the cores of others")
     if num_cores > 1 and (waits := _waiting_answers(config)):
         return waits
     if other_threads := _other_threads(config, num_cores):
         return other_threads
     if config.num_workers == 1:
         return "layout: one worker for prompts and answers, which is expected to serve best on one core"
-    if config.has_lending:
-        return (
-            "layout: expected to serve best, as in most mixes measured on two cores: answers go on while prompts are computed, "
-            "and cores without work are lent"
-        )
-    each = num_threads(config, range(num_cores))
-    return _better(
-        "--lend-cores",
-        f"each worker computes on {_cores(each)} only, and a prompt alone takes up to {ALONE_TIMES:g} times as long",
+    if not config.has_lending:
+        each = num_threads(config, range(num_cores))
+        alone = f"each worker computes on {_cores(each)} only, and a prompt alone takes up to {ALONE_TIMES:g} times as long"
+        return _better("--lend-cores", alone) if config.can_lend else f"layout: no better one is known, but {alone}"
+    if config.num_both == config.num_workers:
+        return f"layout: expected to serve best, as in most mixes measured on two cores: {MEASURED}"
+    return (
+        "layout: expected to serve well: answers go on while prompts are computed, and cores without work are lent; in mixes on "
+        f"two cores {TWO_BOTH} was measured, where the router has these and other choices"
     )
 
 
 def _waiting_answers(config: LocalMeshConfig) -> str:
-    """Return what is better where a worker computes prompts and answers; empty where each computes one of both. Decode workers
+    """Return what is better where answers have to wait for prompts, or prompts have one worker only; else empty. Decode workers
     compute prompts where there is no prefill worker."""
     if config.num_workers == 1:
-        return _better(SEPARATED, "with one worker for prompts and answers, answers wait while prompts are computed")
-    if not config.num_prefill:
-        return _better(SEPARATED, "with prompts and answers on each worker, its answers wait while it computes prompts")
-    if config.num_both:
-        flags = "--both 0" if config.num_decode else SEPARATED
-        return _better(flags, "the answers of a worker with both roles wait while it computes prompts")
-    return ""
+        return _better(TWO_BOTH, "with one worker for prompts and answers, answers wait while prompts are computed")
+    if config.num_both in (0, config.num_workers):
+        computes_none = not config.num_prefill and not config.num_both
+        why = "no worker computes prompts for another, so the answers of each wait while it computes its own"
+        return _better(TWO_BOTH, why) if computes_none else ""
+    flags = "--both 0" if config.num_decode and config.num_prefill else TWO_BOTH
+    return _better(flags, "the answers of a worker with both roles wait while it computes prompts")
 
 
 def _other_threads(config: LocalMeshConfig, num_cores: int) -> str:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import pdmesh
@@ -92,9 +93,16 @@ class LocalMeshConfig:
 
     @property
     def has_lending(self) -> bool:
-        """Return whether workers lend each other cores: ours on CPUs, where there are several."""
-        is_ours = self.engine == DEFAULT_ENGINE and self.device == "cpu"
-        return self.lend_cores and is_ours and self.num_sharing > 1
+        """Return whether workers lend each other cores."""
+        return self.lend_cores and self.can_lend and self.num_sharing > 1
+
+    @property
+    def can_lend(self) -> bool:
+        """Return whether workers compute with the native kernels, which lend cores, unless these cannot be had."""
+        own = " ".join(self.worker_args).replace("=", " ").split()
+        given = dict(pairwise(own))
+        is_native = given.get("--backend", "auto") in ("auto", "native") and given.get("--tensor-parallel", "1") == "1"
+        return is_native and self.engine == DEFAULT_ENGINE and self.device == "cpu"
 
     @property
     def autoscaler_metrics_port(self) -> int | None:
