@@ -1,4 +1,4 @@
-"""The four systems: how each is started on this machine's cores, and how it is asked."""
+"""The systems that are compared: how each is started on this machine's cores, and how it is asked."""
 
 from __future__ import annotations
 
@@ -63,8 +63,9 @@ class System:
 
 
 @asynccontextmanager
-async def mesh(num_prefill: int, num_decode: int, num_both: int) -> AsyncIterator[Target]:
-    """Router and workers as `pdmesh up` starts them, but that nobody guesses tokens ahead: nor do the others."""
+async def mesh(num_prefill: int, num_decode: int, num_both: int, *, is_separated: bool = True) -> AsyncIterator[Target]:
+    """Router and workers as `pdmesh up` starts them, but that nobody guesses tokens ahead: nor do the others. `is_separated`: a
+    worker may compute prompts for another."""
     config = LocalMeshConfig(
         model=str(ensure_model(MODEL, say)),
         model_name=MODEL,
@@ -73,10 +74,13 @@ async def mesh(num_prefill: int, num_decode: int, num_both: int) -> AsyncIterato
         num_both=num_both,
         port=0,
         worker_args=PLAIN_FLAGS,
+        router_args=() if is_separated else ("--policy", "least-loaded"),
         log_dir=str(peers_folder() / "logs" / f"capacity-mesh-{num_prefill}-{num_decode}-{num_both}"),
     )
     async with LocalMesh(config, on_event=say, on_progress=say) as running:
-        target = GrpcTarget(",".join(running.router_addresses), GrpcSettings(prompt="words"))
+        target = GrpcTarget(
+            ",".join(running.router_addresses), GrpcSettings(prompt="words", mode="" if is_separated else "local")
+        )
         try:
             yield target
         finally:
@@ -163,6 +167,20 @@ SYSTEMS = (
         "router, a prefill and a decode worker; int8, as by default",
         "pdmesh up --prefill 1 --decode 1 --speculation none",
         partial(mesh, 1, 1, 0),
+    ),
+    System(
+        "both",
+        "pdmesh, two workers with both roles",
+        "router, which chooses per request whether one computes for the other; int8, as by default",
+        "pdmesh up --prefill 0 --decode 0 --both 2 --speculation none",
+        partial(mesh, 0, 0, 2),
+    ),
+    System(
+        "two-engines",
+        "pdmesh, two aggregated engines",
+        "router, two workers with both roles, a core each, each request on one of them; int8, as by default",
+        "the same with --policy least-loaded of the router, and requests in mode local",
+        partial(mesh, 0, 0, 2, is_separated=False),
     ),
     System(
         "aggregated",
