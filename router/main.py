@@ -5,7 +5,6 @@ import gc
 import logging
 import os
 import secrets
-import sys
 
 from pdmesh.planning import objectives
 from pdmesh.runtime import config as runtime_config
@@ -227,4 +226,4 @@ def main() -> None:
     config = runtime_config.load(RouterConfig, None, os.environ, prog="router")
     log.configure("router")
     run = serve if config.processes == 1 else processes.serve
-    sys.exit(process.run(lambda life: run(config, life), exit_with_parent=config.exit_with_parent))
+    process.end(process.run(lambda life: run(config, life), exit_with_parent=config.exit_with_parent))

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
@@ -204,4 +203,4 @@ def main() -> None:
     """Run `python -m pdmesh.autoscaler`."""
     config = runtime_config.load(AutoscalerConfig, None, os.environ, prog="autoscaler")
     log.configure("autoscaler")
-    sys.exit(process.run(lambda life: serve(config, life), exit_with_parent=config.exit_with_parent))
+    process.end(process.run(lambda life: serve(config, life), exit_with_parent=config.exit_with_parent))

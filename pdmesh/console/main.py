@@ -12,7 +12,6 @@ import contextlib
 import logging
 import os
 import socket
-import sys
 import time
 from collections.abc import Generator
 from contextlib import AsyncExitStack
@@ -232,4 +231,4 @@ def main() -> None:
     """Run `python -m pdmesh.console`."""
     config = runtime_config.load(ConsoleConfig, None, os.environ, prog="pdmesh.console")
     log.configure("console")
-    sys.exit(process.run(lambda life: serve(config, life), exit_with_parent=config.exit_with_parent))
+    process.end(process.run(lambda life: serve(config, life), exit_with_parent=config.exit_with_parent))

@@ -7,7 +7,7 @@
         await life.wait_for_stop()             # SIGTERM, SIGINT, life.stop(...) or life.fail(...)
         await server.drain(grace_s)
 
-    sys.exit(run(main, exit_with_parent=config.exit_with_parent))
+    end(run(main, exit_with_parent=config.exit_with_parent))
 
 Exit codes: 0 stopped as asked; 1 `main` raised or `life.fail` was called; 2 a setting is wrong (ConfigError: one line on stderr);
 128 + signal after a second signal, which ends the process at once.
@@ -16,6 +16,7 @@ Exit codes: 0 stopped as asked; 1 `main` raised or `life.fail` was called; 2 a s
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import json
 import logging
@@ -25,9 +26,11 @@ import secrets
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Awaitable, Callable
 from functools import cache
 from pathlib import Path
+from typing import NoReturn
 
 from pdmesh.platform import capabilities, fallbacks, parent_death, time_slices
 from pdmesh.platform.capabilities import PROC
@@ -104,7 +107,7 @@ async def _coroutine(main: Main, life: Lifecycle) -> None:
 
 
 def run(main: Main, *, exit_with_parent: bool = False) -> int:
-    """Run `main` on a new event loop until it returns; the exit code is for `sys.exit`."""
+    """Run `main` on a new event loop until it returns; the exit code is for `end`."""
     forbid_core_dumps()
     try:
         capabilities.taken_away()
@@ -115,6 +118,17 @@ def run(main: Main, *, exit_with_parent: bool = False) -> int:
         parent_death.exit_with_parent()
     time_slices.answer_soon()
     return asyncio.run(run_until_signal(main))
+
+
+def end(code: int) -> NoReturn:
+    """End the process with `code` as the interpreter does: threads end, what is registered for the exit runs, and streams are
+    flushed. But no module is taken down, which takes 0.4 s of processor where torch is imported: the system takes all back."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # closed, or there was none
+            stream.flush()
+    os._exit(code)
 
 
 def forbid_core_dumps() -> None:

@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 import secrets
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,7 +19,7 @@ from pdmesh.engine.memory import return_freed_memory
 from pdmesh.platform import time_slices
 from pdmesh.runtime import log
 from pdmesh.runtime.config import ENV_PREFIX, ConfigError, load, options_of
-from pdmesh.runtime.process import Lifecycle, run
+from pdmesh.runtime.process import Lifecycle, end, run
 from pdmesh.runtime.telemetry.config import TelemetryConfig
 from pdmesh.worker.assembly import Worker
 from pdmesh.worker.config import DecodeConfig, PrefillConfig, WorkerConfig
@@ -41,7 +40,7 @@ logger = logging.getLogger(__name__)
 def main(argv: Sequence[str] | None = None, *, config_class: type[WorkerConfig] = WorkerConfig, prog: str = "worker") -> NoReturn:
     """Run a worker from flags and environment until it is told to stop."""
     config = load(config_class, argv, os.environ, prog=prog)
-    sys.exit(run(lambda life: serve(life, config, prog=prog), exit_with_parent=config.exit_with_parent))
+    end(run(lambda life: serve(life, config, prog=prog), exit_with_parent=config.exit_with_parent))
 
 
 def prefill_main() -> NoReturn:

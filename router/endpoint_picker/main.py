@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 
 import grpc
 
@@ -131,4 +130,4 @@ def main() -> None:
     """Run `python -m router.endpoint_picker`."""
     config = runtime_config.load(PickerConfig, None, os.environ, prog="endpoint-picker")
     log.configure("endpoint-picker")
-    sys.exit(process.run(lambda life: serve(config, life), exit_with_parent=config.exit_with_parent))
+    process.end(process.run(lambda life: serve(config, life), exit_with_parent=config.exit_with_parent))

@@ -9,7 +9,7 @@ import sys
 
 from pdmesh.runtime.child import ManagedProcess
 from pdmesh.runtime.config import ConfigError
-from pdmesh.runtime.process import Lifecycle, run
+from pdmesh.runtime.process import Lifecycle, end, run
 
 
 async def plain(life: Lifecycle) -> None:
@@ -67,4 +67,4 @@ MODES = (plain, stubborn, slow_start, broken, misconfigured, failing, parent, or
 
 if __name__ == "__main__":
     main = {mode.__name__: mode for mode in MODES}[sys.argv[1]]
-    sys.exit(run(main, exit_with_parent=os.environ.get("EXIT_WITH_PARENT") == "1"))
+    end(run(main, exit_with_parent=os.environ.get("EXIT_WITH_PARENT") == "1"))

@@ -218,3 +218,36 @@ def test_a_wrong_setting_is_reported_under_the_programs_name(
     monkeypatch.setattr("sys.argv", [path])
     assert run(wrong) == EXIT_USAGE
     assert capsys.readouterr().err == f"{shown}: --port: is wrong\n"
+
+
+ENDING = """
+import atexit, concurrent.futures, sys, threading, time
+from pdmesh.runtime.process import end
+
+class Held:
+    def __del__(self):
+        print("taken down")
+
+def later(text):
+    time.sleep(0.2)
+    print(text)
+
+held = Held()
+atexit.register(print, "registered")
+threading.Thread(target=later, args=["thread"]).start()
+concurrent.futures.ThreadPoolExecutor().submit(later, "pool's thread")
+print("unflushed")
+end(7)
+"""
+
+
+def test_a_process_ends_as_by_the_interpreter_but_takes_nothing_down() -> None:
+    done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (7, "")
+    *threads, last = done.stdout.splitlines()
+    assert (sorted(threads), last) == (["pool's thread", "thread", "unflushed"], "registered")
+
+
+def test_a_process_without_streams_ends_too() -> None:
+    program = "import sys; sys.stdout = None; sys.stderr.close(); from pdmesh.runtime.process import end; end(5)"
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 5
