@@ -21,7 +21,7 @@ CODE := pdmesh pdmesh_vllm router prefill_service decode_service kvtransfer tool
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm model kernels demo demo-without test lint types contracts stubs-fresh protos-lint unit simulated mesh test-thorough test-vllm test-k8s test-clients equality
+.PHONY: help setup setup-vllm model kernels demo demo-without test checks collected lint types contracts stubs-fresh protos-lint unit simulated mesh test-thorough test-vllm test-k8s test-clients equality
 .PHONY: fuzz fuzz-parsers simulate chaos chaos-vllm bench-mesh bench-cpu bench-models bench-handoff bench-loadtest bench-profile bench-latency bench-clients bench-constrained bench-soak bench-capacity bench-router bench-autoscale bench-spec bench-sparsity bench-lora bench-observability bench-vllm bench-k8s bench-kv bench-kv-compression bench-gpu train-heads stubs manifests format clean
 
 help:  ## show this list
@@ -84,7 +84,15 @@ demo: $(READY) kernels  ## a real question through router, prefill, hand-off and
 demo-without: $(READY) model kernels  ## a real mesh for each thing that this system can do taken away alone: the same tokens (ARGS="memfd proc"; five minutes)
 	$(BIN)/python -m tests.platform.end_to_end $(ARGS)
 
-test: lint types contracts stubs-fresh protos-lint unit simulated mesh  ## everything that CI runs
+test: checks unit simulated mesh  ## everything that CI runs
+
+# Each of them computes on one core, mypy for as long as the others together.
+checks: $(READY) $(TRITON)
+	@+$(MAKE) --no-print-directory --jobs=2 types lint contracts stubs-fresh protos-lint collected
+
+# pytest rewrites each file with tests, and keeps the result: once here, in place of once in each process of the unit tests.
+collected: $(READY) $(TRITON)
+	@$(BIN)/python -m pytest --collect-only --quiet --quiet tests > /dev/null || $(BIN)/python -m pytest --collect-only --quiet tests
 
 lint: $(READY)
 	$(BIN)/ruff check .
