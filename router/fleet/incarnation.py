@@ -48,6 +48,7 @@ class Incarnation:
     late_at: float = -math.inf  # monotonic seconds: when a heartbeat last came late
     lost: Signal = field(default_factory=Signal)
     described: worker_reports.Described = field(init=False)
+    first_weights: str = field(init=False)  # the hash that it had when it was first heard
     former_weights: tuple[str, float] = ("", -math.inf)  # hash, and when others replaced them (monotonic seconds)
     reuse: KVReuse = field(default_factory=KVReuse)
     _told_adapters: dict[str, tuple[common_pb2.AdapterInfo | None, float]] = field(default_factory=dict)  # by name, and when
@@ -99,6 +100,7 @@ class Incarnation:
 
     def __post_init__(self) -> None:
         self.described = worker_reports.describe(self.info)
+        self.first_weights = self.info.identity.weights_hash
 
     @property
     def adapters(self) -> frozenset[AdapterId]:

@@ -386,7 +386,7 @@ async def test_an_update_that_fails_leaves_what_was_known(model_folder: Path) ->
         first.may_load.clear()
         under_way = asyncio.create_task(update(mesh, "newer"))
         await eventually(lambda: first.folders[-1] == "newer")
-        assert mesh.router.core.weights.replacement("tiny") == NOTHING
+        assert mesh.router.core.weights.replacement("tiny") == Replacement("", "", (STARTED_WITH, NEW))
         first.may_load.set()
         await under_way
         assert mesh.router.core.weights.replacement("tiny") == Replacement("newer", "newer", (STARTED_WITH, NEW))

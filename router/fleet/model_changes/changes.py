@@ -15,12 +15,20 @@ from typing import TypeVar
 
 import grpc.aio
 
-from pdmesh.runtime.errors import Aborted, FailedPrecondition, InvalidArgument, MeshError, Unavailable, error_from_rpc
+from pdmesh.runtime.errors import (
+    Aborted,
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    MeshError,
+    Unavailable,
+    error_from_rpc,
+)
 from pdmesh.runtime.rpc.fan_out import FanOut
 from pdmesh.v1 import mesh_pb2, worker_pb2
 from router.fleet.change_notifier import unless
 from router.fleet.model_changes.serving import CALL_TIMEOUT_S, SERVING_STATES, ServingKeeper
-from router.fleet.model_changes.weights import MAX_FOLDER_CHARS, NOTHING, WeightsKeeper
+from router.fleet.model_changes.weights import MAX_FOLDER_CHARS, WeightsKeeper
 from router.fleet.registry import FleetRegistry
 from router.fleet.worker import Worker
 
@@ -60,7 +68,8 @@ class ModelChanges:
             worker.has_weights(done.identity.weights_hash)  # a request that comes now is not to wait for its next report
             return done
 
-        return await self._replace(model, folder, update)
+        workers = self._reachable(model)
+        return await asyncio.shield(self._weights.lasting(self._replace(model, folder, workers, update)))
 
     async def send_weights(
         self, model: str, messages: AsyncIterator[worker_pb2.SendWeightsRequest]
@@ -69,7 +78,8 @@ class ModelChanges:
         compute with these. Raises MeshError where none could."""
         self._check_may()
         fan_out = FanOut[worker_pb2.SendWeightsRequest]()
-        readers = {worker: fan_out.reader() for worker in self._reachable(model)}
+        workers = self._reachable(model)
+        readers = {worker: fan_out.reader() for worker in workers}
 
         async def send(worker: Worker) -> worker_pb2.UpdateWeightsResponse:
             done = await worker.control.SendWeights(readers[worker], timeout=SEND_TIMEOUT_S)
@@ -77,9 +87,15 @@ class ModelChanges:
             return done
 
         passing = asyncio.create_task(fan_out.run(messages), name="pass weights on")
+        replacing = self._weights.lasting(
+            self._replace(model, "", workers, send, lambda worker: readers[worker].close(), may_go_on=passing.done)
+        )
         try:
-            return await self._replace(model, "", send, lambda worker: readers[worker].close())
+            return await asyncio.shield(replacing)
         finally:
+            if not passing.done():  # workers refuse what has no end
+                replacing.cancel()
+                await asyncio.gather(replacing, return_exceptions=True)
             passing.cancel()
             await asyncio.gather(passing, return_exceptions=True)
 
@@ -87,21 +103,29 @@ class ModelChanges:
         self,
         model: str,
         folder: str,
+        workers: Sequence[Worker],
         call: Callable[[Worker], Coroutine[object, object, worker_pb2.UpdateWeightsResponse]],
         ended: Callable[[Worker], None] = lambda _worker: None,
+        *,
+        may_go_on: Callable[[], bool] = lambda: True,
     ) -> mesh_pb2.MeshUpdateWeightsResponse:
-        """Have all workers replace their weights, and remember by what. Meanwhile nothing is wanted of those that come: their own
-        weights may be the new ones."""
-        before = self._weights.replacement(model)
-        present = [each.current.info.identity.weights_hash for each in self._reachable(model) if each.current is not None]
-        await self._weights.put(model, NOTHING)
-        try:
-            told = _told_weights(await self._all(model, call, ended))
-        except BaseException:
-            await self._weights.put(model, before)
-            raise
-        await self._weights.put(model, before.by(folder, told.weights_hash, present))
-        return told
+        """Have the workers replace their weights, and remember by what. Meanwhile nothing is wanted of those that come: their own
+        weights may be the new ones. Nor is it where the workers may replace them although this ends: `may_go_on`, or they took
+        too long to answer."""
+        async with self._weights.changing(model):
+            before = self._weights.replacement(model)
+            present = _weights_of(workers)
+            pending = before.pending(present)
+            await self._weights.put(model, pending)
+            try:
+                told = _told_weights(await self._all(model, workers, call, ended))
+            except BaseException as error:
+                is_open = isinstance(error, DeadlineExceeded) or (isinstance(error, asyncio.CancelledError) and may_go_on())
+                if not is_open and self._weights.replacement(model) == pending:  # else another router has replaced them
+                    await self._weights.put(model, before)
+                raise
+            await self._weights.put(model, self._weights.replacement(model).by(folder, told.weights_hash, present))
+            return told
 
     def _check_may(self) -> None:
         if not self._may_change:
@@ -120,13 +144,14 @@ class ModelChanges:
             self._serving.told(worker, done.state)
             return done
 
-        self._reachable(model)
+        workers = self._reachable(model)
         before = self._serving.wanted(model)
         await self._serving.want(model, serving.state)
         try:
-            answers = await self._all(model, change)
+            answers = await self._all(model, workers, change)
         except MeshError as error:
-            if not isinstance(error, Aborted) and self._serving.wanted(model) == serving.state:  # else a newer call has come
+            is_open = isinstance(error, Aborted | DeadlineExceeded)  # a newer call has come, or they are at it still
+            if not is_open and self._serving.wanted(model) == serving.state:
                 await self._serving.want(model, before)
             raise
         told = []
@@ -146,12 +171,12 @@ class ModelChanges:
     async def _all(
         self,
         model: str,
+        workers: Sequence[Worker],
         call: Callable[[Worker], Coroutine[object, object, T]],
         ended: Callable[[Worker], None] = lambda _worker: None,
     ) -> Sequence[tuple[Worker, T | MeshError]]:
-        """Return what each worker of the model answered, those out of reach included; `ended` is called when one has, or is lost.
+        """Return what each worker answered, and others of the model as out of reach; `ended` is called when one has, or is lost.
         Raises the MeshError of the first where all failed."""
-        workers = self._reachable(model)
         answers = await asyncio.gather(*(_answer(worker, call, ended) for worker in workers))
         failed = [answer for answer in answers if isinstance(answer, MeshError)]
         if len(failed) == len(answers):
@@ -168,6 +193,12 @@ class ModelChanges:
         if not workers:
             raise Unavailable(f"no worker of {model!r} is reachable")
         return workers
+
+
+def _weights_of(workers: Iterable[Worker]) -> list[str]:
+    """Return the hashes that they have, and those that they began with: others of their deployment come with the latter."""
+    alive = [worker.current for worker in workers if worker.current is not None]
+    return [weights for each in alive for weights in (each.first_weights, each.info.identity.weights_hash)]
 
 
 def _told_weights(

@@ -12,13 +12,13 @@ import grpc.aio
 from pdmesh.runtime.registry.shared_settings import SharedSettings
 from pdmesh.runtime.rpc.mesh_secret import MeshSecret
 from pdmesh.v1 import worker_pb2
-from router.fleet.change_notifier import ChangeNotifier
+from router.fleet.change_notifier import ChangeNotifier, unless
 from router.fleet.following import alive_workers
 from router.fleet.registry import FleetRegistry
 from router.fleet.worker import Worker
 from router.routing.worker_snapshot import WorkerKey
 
-CALL_TIMEOUT_S = 600.0
+CALL_TIMEOUT_S = 3600.0
 AGAIN_AFTER_S = 1.0
 SERVING_STATES = RUNNING, PAUSED, ASLEEP = (
     worker_pb2.SERVING_STATE_RUNNING,
@@ -130,7 +130,7 @@ class ServingKeeper:
             change, state = self._changed.next, self.wanted(_model_of(worker))
             if state != said:
                 try:
-                    said = await self._tell(worker, state)
+                    said = await unless(current.lost, self._tell(worker, state))
                 except grpc.aio.AioRpcError as error:
                     said = None  # it may have done it all the same
                     name = worker_pb2.ServingState.Name(state)

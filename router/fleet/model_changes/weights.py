@@ -17,8 +17,10 @@ import asyncio
 import json
 import logging
 import random
-from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
@@ -32,7 +34,8 @@ from router.fleet.registry import FleetRegistry
 from router.fleet.worker import Worker
 from router.routing.worker_snapshot import WorkerKey
 
-CALL_TIMEOUT_S = 600.0
+CALL_TIMEOUT_S = 3600.0
+"""Of a load: 140 GB at 40 MB a second. A worker that is lost ends it sooner."""
 ASLEEP_PERIOD_S = 1.0
 """Until a worker that sleeps is looked at again: asleep it loads nothing."""
 AGAIN_AFTER_S = 10.0
@@ -42,7 +45,8 @@ SOURCE_PERIOD_S, SOURCE_TRIES = 1.0, 5
 FULL_TRIES = 3
 """How often a worker whose disk has no room for them is tried: others may be receiving there as well."""
 PASS_TIMEOUT_S, PIECE_TIMEOUT_S = 6 * 3600.0, 30.0
-MAX_REPLACED = 64
+MAX_REPLACED, KEPT_FIRST = 64, 8
+"""How many hashes are remembered; of these the first stay: what a deployment's workers start with is one of them."""
 MAX_FOLDER_CHARS, MAX_HASH_CHARS = 4096, 256
 
 _NOT_KEPT = (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INVALID_ARGUMENT)  # the latter: of an earlier version, or damaged files
@@ -54,13 +58,16 @@ _CANNOT = (
     grpc.StatusCode.UNKNOWN,
 )
 
+T = TypeVar("T")
+
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Replacement:
     """Say which weights a model's workers compute with since others were `replaced` (hashes), and the folder that they are in as
-    the workers see it; empty: they were sent. Without hashes: nothing was replaced, or it is being done."""
+    the workers see it; empty: they were sent. Without `weights_hash`: nothing was replaced, or by what is being decided, and
+    nothing is wanted of workers that come."""
 
     folder: str = ""
     weights_hash: str = ""
@@ -68,9 +75,15 @@ class Replacement:
 
     def by(self, folder: str, weights_hash: str, present: Iterable[str]) -> Replacement:
         """Return what holds once the weights that are `present` on workers have been replaced, too."""
-        hashes = dict.fromkeys((*self.replaced, *present))
-        replaced = tuple(each for each in hashes if each not in ("", weights_hash))
-        return Replacement(folder, weights_hash, replaced[-MAX_REPLACED:])
+        now = dict.fromkeys(each for each in present if each not in ("", weights_hash))
+        before = [each for each in self.replaced if each != weights_hash]
+        first = before[:KEPT_FIRST]
+        later = [*(each for each in before[KEPT_FIRST:] if each not in now), *(each for each in now if each not in first)]
+        return Replacement(folder, weights_hash, (*first, *later[-(MAX_REPLACED - len(first)) :]))
+
+    def pending(self, present: Iterable[str]) -> Replacement:
+        """Return what holds while it is decided what replaces the weights: what was replaced is not forgotten."""
+        return self.by("", "", present)
 
 
 NOTHING = Replacement()
@@ -117,6 +130,8 @@ class WeightsKeeper:
         self._given_up: dict[WorkerKey, str] = {}  # the weights that a worker cannot have, by their hash
         self._without_source: dict[WorkerKey, tuple[str, set[WorkerKey]]] = {}  # their hash, and which processes lack them
         self._keeper: asyncio.Task[None] | None = None
+        self._changes: set[asyncio.Task[Any]] = set()
+        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by model
 
     async def start(self) -> None:
         """Read what is known, for a moment, and look at every worker that comes from now on."""
@@ -128,7 +143,7 @@ class WeightsKeeper:
         """Stop; what was replaced stays in Redis."""
         if self._look in self._fleet.on_arrival:
             self._fleet.on_arrival.remove(self._look)
-        tasks = [*self._tasks.values(), *([self._keeper] if self._keeper else [])]
+        tasks = [*self._tasks.values(), *self._changes, *([self._keeper] if self._keeper else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -137,6 +152,22 @@ class WeightsKeeper:
     def replacement(self, model: str) -> Replacement:
         """Return what is known of the model's weights."""
         return self._replaced.entries.get(model, NOTHING)
+
+    def changing(self, model: str) -> asyncio.Lock:
+        """Return what a change of the model's weights holds: two at the same time would each forget what the other replaced."""
+        return self._locks[model]
+
+    def lasting(self, change: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Return the task of a change that goes on, until `stop`, where the call that asked for it ends: so do the workers."""
+        task = asyncio.create_task(change, name="replace weights")
+        self._changes.add(task)
+        task.add_done_callback(self._has_changed)
+        return task
+
+    def _has_changed(self, task: asyncio.Task[Any]) -> None:
+        self._changes.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.info("weights were not replaced: %s", error)
 
     async def put(self, model: str, replacement: Replacement) -> None:
         """Remember what replaced the weights of the model, from now on."""
@@ -158,7 +189,8 @@ class WeightsKeeper:
             return
         key, identity = (worker.address, current.info.epoch), current.info.identity
         wanted = self.replacement(identity.model)
-        if identity.weights_hash not in wanted.replaced or self._given_up.get(key) == wanted.weights_hash:
+        is_replaced = wanted.weights_hash and identity.weights_hash in wanted.replaced
+        if not is_replaced or self._given_up.get(key) == wanted.weights_hash:
             return
         known_hash, asked = self._without_source.get(key, ("", set()))
         if known_hash == wanted.weights_hash and not self._sources(worker, wanted, asked):
@@ -170,10 +202,11 @@ class WeightsKeeper:
         task.add_done_callback(lambda _: self._tasks.pop(key, None))
 
     async def _bring(self, worker: Worker, key: WorkerKey, wanted: Replacement) -> None:
-        tries = _Tries()
+        assert worker.current is not None
+        tries, lost = _Tries(), worker.current.lost
         try:
             while self._is_due(worker, key, wanted):
-                wait_s = await self._update(worker, key, wanted, tries)
+                wait_s = await unless(lost, self._update(worker, key, wanted, tries))
                 if not wait_s:
                     return
                 await asyncio.sleep(wait_s)
