@@ -16,6 +16,8 @@ from tests.router.stub_workers import StubWorker
 from tests.router.test_replaced_weights import BOTH, MESH, NEW, STARTED_WITH, Loading, mesh_of, send, started, update
 from tests.support.waiting import eventually
 
+END = worker_pb2.SendWeightsRequest(sha256=b"of all")
+
 
 def test_what_workers_start_with_is_never_forgotten() -> None:
     """Of the first deployment, and of a later one, whose workers are told of in each update."""
@@ -104,7 +106,8 @@ async def test_workers_that_change_as_weights_begin_to_come_hold_up_nothing(
             await put(keeper, model, replacement)
 
         monkeypatch.setattr(weights.WeightsKeeper, "put", changing)
-        done = await send(Mesh(router, stub, {}), 10 * "long")
-        assert done.weights_hash == first.weights_hash == 10 * "long"
+        pieces = [*(worker_pb2.SendWeightsRequest(data=letter.encode()) for letter in "longer"), END]
+        done = await stub.SendWeights(iter(pieces))
+        assert done.weights_hash == first.weights_hash == "longer"
         for worker in present:
             await worker.kill()
