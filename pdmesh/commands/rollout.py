@@ -6,7 +6,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -26,8 +26,10 @@ FEWEST_FAILED = 2
 """One request that failed says nothing yet."""
 NUM_TRIES_BACK, RETRY_S = 5, 2.0
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-WENT_BACK = 3
-"""Exit code of a rollout that went back."""
+WENT_BACK, OVERTAKEN = 3, 4
+"""Exit codes of a rollout that went back, and of one that stopped since another split was set meanwhile."""
+NUM_OTHER = 3
+"""Looks in a row that show another split than was set: processes of a router hear of a new one within a second or two."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ def named(revision: str) -> str:
 
 
 def run(options: Options) -> int:
-    """Run the command; return 0 when it is done, WENT_BACK when a rollout went back."""
+    """Run the command; return 0 when it is done, WENT_BACK or OVERTAKEN where a rollout ended early."""
     timeout = options.connection.timeout
     with options.connection.client() as client:
         if options.to:
@@ -123,18 +125,12 @@ def _share(share: mesh_pb2.RevisionShare, total: int) -> str:
     return told + (f", {share.num_ejected} ejected" if share.num_ejected else "")
 
 
-class Look(NamedTuple):
-    """What one router process says of a split."""
-
-    epoch: int
-    split: mesh_pb2.TrafficSplit
-
-
 class Rollout:
     """Shift new requests to one revision, step by step.
 
     set a share ─► watch it for hold_s ─► the next share
-                        └─ requests fail there, its workers are ejected or gone, or somebody stops this ─► what was before
+                        ├─ requests fail there, its workers are ejected or gone, or somebody stops this ─► what was before
+                        └─ somebody sets another split ─► that stays
     """
 
     def __init__(self, client: Client, options: Options, sleep: Callable[[float], None] = time.sleep) -> None:
@@ -142,11 +138,13 @@ class Rollout:
         self._options = options
         self._sleep = sleep
         self._to, self._model = named(options.to), options.model
+        self._latest: dict[int, mesh_pb2.TrafficSplit] = {}  # by the process of a router that said so, which counts for itself
+        self._weights: Mapping[str, int] = {}  # as set last
 
     def run(self) -> int:
-        """Return 0 when the last step is reached, WENT_BACK when it went back. Raises MeshError where it could not begin."""
-        options, base = self._options, self._look()
-        before = base.split
+        """Return 0 when the last step is reached, WENT_BACK when it went back, OVERTAKEN where another split was set. Raises
+        MeshError where it could not begin."""
+        options, before = self._options, self._look()
         if not _of(before, self._to).num_decode_workers:
             there = ", ".join(share.revision or NO_REVISION for share in before.revisions if share.num_decode_workers)
             raise InvalidArgument("to", f"no decode worker has revision {options.to!r}; there are: {there or 'none'}")
@@ -158,7 +156,10 @@ class Rollout:
             for number, percent in enumerate(steps, start=1):
                 self._set(stepped(before, self._to, percent))
                 print(f"{options.to}: {percent:g} % of new requests to {before.model}", flush=True)
-                base, problem = self._watch(base, options.hold_s if number < len(steps) else 0.0)
+                problem = self._watch(options.hold_s if number < len(steps) else 0.0)
+                if problem is None:
+                    print(f"{options.to}: another split was set meanwhile, which stays; see pdmesh rollout", file=sys.stderr)
+                    return OVERTAKEN
                 if problem:
                     self._go_back(before, problem)
                     return WENT_BACK
@@ -173,30 +174,32 @@ class Rollout:
             raise
         return 0
 
-    def _watch(self, base: Look, hold_s: float) -> tuple[Look, str]:
-        """Return the last look, and why to go back; empty when the time is over without a reason."""
-        until, num_gone = time.monotonic() + hold_s, 0
+    def _watch(self, hold_s: float) -> str | None:
+        """Return why to go back; empty when the time is over without a reason; None where another split was set."""
+        until, num_gone, num_other, bases = time.monotonic() + hold_s, 0, 0, dict(self._latest)
         while True:
             now = self._look()
-            if now.epoch != base.epoch:  # another process of the router, which counts for itself
-                base = now
-            num_gone = 0 if _of(now.split, self._to).num_decode_workers else num_gone + 1
+            num_gone = 0 if _of(now, self._to).num_decode_workers else num_gone + 1
+            num_other = 0 if _weights(now) == self._weights else num_other + 1
+            if num_other == NUM_OTHER:
+                return None
             if num_gone > 1:
-                return now, "it has no decode worker any more"
-            if problem := wrong(base.split, now.split, self._to, self._options.max_failed):
-                return now, problem
+                return "it has no decode worker any more"
+            step = [(bases.setdefault(epoch, latest), latest) for epoch, latest in self._latest.items()]
+            if problem := wrong(step, self._to, self._options.max_failed):
+                return problem
             left_s = until - time.monotonic()
             if left_s <= 0 and not num_gone:
-                if hold_s and not counted(base.split, now.split, [self._to]).num_asked:
+                if hold_s and not counted(step, [self._to]).num_asked:
                     print(f"{self._options.to}: no request ended there in this step", file=sys.stderr)
-                return now, ""
+                return ""
             self._sleep(CHECK_S if num_gone else min(CHECK_S, left_s))
 
     def _go_back(self, before: mesh_pb2.TrafficSplit, problem: str) -> None:
         """Set what was before. Raises FailedPrecondition that says how, where the router does not take it."""
         for number in STOPPING:
             signal.signal(number, signal.SIG_IGN)
-        weights = {share.revision: share.weight for share in before.revisions if share.weight} if before.is_set else {}
+        weights = _weights(before) if before.is_set else {}
         spelled = " ".join(f"{name or NO_REVISION}={weight}" for name, weight in weights.items()) or "--clear"
         for left in reversed(range(NUM_TRIES_BACK)):
             try:
@@ -211,15 +214,21 @@ class Rollout:
                 return
 
     def _set(self, weights: Mapping[str, int]) -> None:
+        self._weights = {revision: weight for revision, weight in weights.items() if weight}
         self._client.split_traffic(weights, model=self._model, timeout=self._options.connection.timeout)
 
-    def _look(self) -> Look:
+    def _look(self) -> mesh_pb2.TrafficSplit:
         status = self._client.status(timeout=self._options.connection.timeout)
         found = [split for split in status.splits if self._model in ("", split.model)]
         if len(found) != 1:
             there = ", ".join(split.model for split in found) or "none whose workers name a revision"
             raise InvalidArgument("model", f"name one; there are: {there}")
-        return Look(status.epoch, found[0])
+        self._latest[status.epoch] = found[0]
+        return found[0]
+
+
+def _weights(split: mesh_pb2.TrafficSplit) -> dict[str, int]:
+    return {share.revision: share.weight for share in split.revisions if share.weight}
 
 
 def share_of(split: mesh_pb2.TrafficSplit, revision: str) -> float:
@@ -242,14 +251,18 @@ def stepped(before: mesh_pb2.TrafficSplit, to: str, percent: float) -> dict[str,
     return {**weights, to: mine}
 
 
-def wrong(before: mesh_pb2.TrafficSplit, now: mesh_pb2.TrafficSplit, to: str, max_failed: float) -> str:
-    """Return what is wrong with a revision since then, in words; empty: nothing, or nothing that the other revisions have not as
-    well. Both of one router process. Pure."""
-    mine = counted(before, now, [to])
-    others = counted(before, now, [share.revision for share in now.revisions if share.revision != to])
-    ejected = _of(now, to).num_ejected
-    if ejected > _of(before, to).num_ejected:
-        return f"{ejected} of its workers are ejected since requests fail there"
+Step = Sequence[tuple[mesh_pb2.TrafficSplit, mesh_pb2.TrafficSplit]]
+"""What each process of a router said before a step, and last."""
+
+
+def wrong(step: Step, to: str, max_failed: float) -> str:
+    """Return what is wrong with a revision since the step began, in words; empty: nothing, or nothing that the other revisions
+    have not as well. Pure."""
+    mine = counted(step, [to])
+    others = counted(step, sorted({share.revision for _, now in step for share in now.revisions} - {to}))
+    for before, now in step:
+        if (ejected := _of(now, to).num_ejected) > _of(before, to).num_ejected:
+            return f"{ejected} of its workers are ejected since requests fail there"
     if mine.num_failed >= FEWEST_FAILED and mine.share > max(max_failed, others.share):
         return f"{mine.num_failed} of its {mine.num_asked} requests failed or were tried again elsewhere"
     return ""
@@ -267,9 +280,9 @@ class Counted(NamedTuple):
         return self.num_failed / self.num_asked if self.num_asked else 0.0
 
 
-def counted(before: mesh_pb2.TrafficSplit, now: mesh_pb2.TrafficSplit, revisions: list[str]) -> Counted:
-    """Return what was asked between two looks at one router process, of these revisions together. Pure."""
-    pairs = [(_of(before, revision), _of(now, revision)) for revision in revisions]
+def counted(step: Step, revisions: list[str]) -> Counted:
+    """Return what was asked in a step, of these revisions together. Pure."""
+    pairs = [(_of(before, revision), _of(now, revision)) for before, now in step for revision in revisions]
     num_lost = sum(b.num_lost - a.num_lost for a, b in pairs)
     num_ended = sum(b.num_ended - a.num_ended for a, b in pairs)
     num_failed = sum(b.num_failed - a.num_failed for a, b in pairs)

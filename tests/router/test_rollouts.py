@@ -222,9 +222,9 @@ def test_what_makes_a_rollout_go_back(green: dict[str, int], blue: dict[str, int
     later = [{name: before.get(name, 0) + step.get(name, 0) for name in (*before, "num_ejected")} for step in (green, blue)]
     first = mesh_pb2.TrafficSplit(revisions=[share("green", **before), share("blue", **before)])
     now = mesh_pb2.TrafficSplit(revisions=[share("green", **later[0]), share("blue", **later[1])])
-    found = wrong(first, now, "green", 0.01)
+    found = wrong([(first, now)], "green", 0.01)
     assert words in found and bool(words) == bool(found)
-    assert counted(first, now, ["blue"]).num_asked == blue.get("num_ended", 0)
+    assert counted([(first, now)], ["blue"]).num_asked == blue.get("num_ended", 0)
 
 
 @pytest.mark.parametrize(
@@ -261,15 +261,20 @@ def test_the_client_names_a_weight_that_no_message_can_hold(weight: object) -> N
 
 
 class Router:
-    """Answers as a router does: the split that was set last, with what is said of green next."""
+    """Answers as a router does: the split that was set last, with what is said of green next. `other` is set by somebody else
+    after the first step."""
 
-    def __init__(self, *looks: dict[str, int], epochs: Sequence[int] = (), refuses: int = 0) -> None:
-        self.looks, self.epochs, self.refuses = list(looks), list(epochs), refuses
+    def __init__(
+        self, *looks: dict[str, int], epochs: Sequence[int] = (), refuses: int = 0, other: dict[str, int] | None = None
+    ) -> None:
+        self.looks, self.epochs, self.refuses, self.other = list(looks), list(epochs), refuses, other
         self.told: list[dict[str, int]] = []
 
     def status(self, *, timeout: float | None = None) -> mesh_pb2.GetStatusResponse:
-        green = share("green", **(self.looks.pop(0) if self.looks else {}))
-        split = mesh_pb2.TrafficSplit(model="m", revisions=[share("blue", weight=1), green], is_set=True)
+        weights = (self.other if self.told and self.other else None) or (self.told[-1] if self.told else {"blue": 1})
+        green = share("green", weight=weights.get("green", 0), **(self.looks.pop(0) if self.looks else {}))
+        blue = share("blue", weight=weights.get("blue", 0))
+        split = mesh_pb2.TrafficSplit(model="m", revisions=[blue, green], is_set=True)
         return mesh_pb2.GetStatusResponse(epoch=self.epochs.pop(0) if self.epochs else 1, splits=[split])
 
     def split_traffic(self, weights: dict[str, int], *, model: str = "", timeout: float | None = None) -> None:
@@ -281,6 +286,8 @@ class Router:
 
 
 GONE = {"num_decode_workers": 0}
+BAD_THERE = {"num_ended": 2, "num_failed": 2}
+"""What one of two processes counts, to which every other look goes."""
 
 
 @pytest.mark.parametrize(
@@ -289,22 +296,32 @@ GONE = {"num_decode_workers": 0}
         (Router(), 0, ""),
         (Router({}, {"num_ended": 2, "num_failed": 2}), 3, "2 of its 2 requests failed"),
         (Router({}, {"num_ended": 2, "num_failed": 2}, epochs=[1, 2]), 0, ""),
+        (Router({}, {}, BAD_THERE, {}, BAD_THERE, {}, epochs=[1, 2, 1, 2, 1, 2]), 3, "2 of its 2 requests failed"),
         (Router({}, GONE, GONE), 3, "no decode worker any more"),
         (Router({}, GONE, {}), 0, ""),
         (Router({}, {"num_ejected": 1}, refuses=3), 3, "ejected"),
     ],
-    ids=["well", "failures", "another process", "gone", "gone for a moment", "going back is tried again"],
+    ids=["well", "failures", "another process", "processes in turn", "gone", "gone for a moment", "going back is tried again"],
 )
 def test_a_rollout_watches_each_step(
     router: Router, code: int, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("signal.signal", lambda *_: None)
-    options = Options(to="green", steps=(50.0, 100.0), hold_s=0.0)
+    options = Options(to="green", steps=(50.0, 100.0), hold_s=0.01 if router.epochs[2:] else 0.0)
     assert Rollout(cast(Client, router), options, sleep=lambda _: None).run() == code
     said = capsys.readouterr()
     assert words in said.err and bool(words) == ("went before" in said.err)
     assert router.told[0] == {"blue": 5000, "green": 5000}
     assert router.told[-1] == ({"blue": 1} if code else {"blue": 0, "green": PARTS})
+
+
+def test_a_split_that_is_set_meanwhile_stays(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    router = Router(other={"blue": 1})
+    options = Options(to="green", steps=(50.0, 100.0), hold_s=30.0)
+    assert Rollout(cast(Client, router), options, sleep=lambda _: None).run() == 4
+    assert "another split was set meanwhile, which stays" in capsys.readouterr().err
+    assert router.told == [{"blue": 5000, "green": 5000}]
 
 
 def test_where_going_back_fails_it_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
