@@ -113,12 +113,14 @@ class Endpoints:
         self._renew(endpoint)
 
     def failed(self, address: str) -> bool:
-        """Note that an endpoint did not answer; return True if it is not ready any more because of that."""
+        """Note that an endpoint did not answer; return True if it gets no requests because of that, from now on."""
         endpoint = self._by_address.get(address)
         if endpoint is None:
             return False
         endpoint.num_failures += 1
-        if not endpoint.is_ready or endpoint.num_failures < self._max_failures:
+        if not endpoint.is_ready:
+            return endpoint.num_failures == self._max_failures and not endpoint.read_at
+        if endpoint.num_failures < self._max_failures:
             return False
         endpoint.is_ready = False
         self.blocks.forget(endpoint.key)  # it may have started anew
@@ -191,7 +193,7 @@ class Endpoints:
         prompts = [each for each in new if not each.is_answered]
         seqs = sum(each.prompt.num_choices for each in new) - sum(each.prompt.num_choices for each in endpoint.ended)
         tokens = sum(each.prompt.num_tokens for each in new) - sum(each.prompt.num_tokens for each in endpoint.ended)
-        used = round(load.used * num_blocks) if load.num_blocks else 0
+        used = round(load.used * num_blocks) if load.num_blocks or load.used >= 1 else 0
         return WorkerSnapshot(
             worker_id=endpoint.address,
             address=endpoint.address,

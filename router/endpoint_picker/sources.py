@@ -91,7 +91,7 @@ class MetricsReader:
 
     def _note_failure(self, address: str, why: str) -> None:
         if self._endpoints.failed(address):
-            logger.warning("%s gets no requests any more: its metrics cannot be had (%s)", address, why)
+            logger.warning("%s gets no requests: its metrics cannot be had (%s)", address, why)
             self._changed()
 
 

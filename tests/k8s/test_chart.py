@@ -101,11 +101,29 @@ def test_helm_finds_nothing_to_say(examples: tuple[str, ...]) -> None:
         ("gateway.failureMode=fail", "/gateway/failureMode"),
         ("gateway.env.PDMESH_POOL=a/b", "/gateway/env/PDMESH_POOL"),
         ("routers.replicas=1", "routers"),
+        ("router.env.PDMESH_METRICS_PORT=9000", "/router/env/PDMESH_METRICS_PORT"),  # the ports of pods and policies stay
+        ("router.env.PDMESH_PROCESSES=2", "/router/env/PDMESH_PROCESSES"),
+        ("telemetry.namespace=", "/telemetry/namespace"),  # would open ports to every namespace
     ],
 )
 def test_a_wrong_value_is_refused_by_name(value: str, named: str) -> None:
     with pytest.raises(RuntimeError, match=re.escape(named)):
         chart(values=(value,))
+
+
+def test_external_metrics_that_nobody_can_verify_are_refused() -> None:
+    values = ("autoscaler.scaling=hpa", "autoscaler.externalMetrics.certManager=false")
+    with pytest.raises(RuntimeError, match=r"autoscaler\.externalMetrics\.caBundle: is empty"):
+        chart(values=values)
+    assert by_name(chart(values=(*values, "autoscaler.externalMetrics.caBundle=YQ==")))
+
+
+@pytest.mark.parametrize(
+    ("values", "deadline_s"), [((), 1200), (("decode.startupS=1200",), 1800), (("pools.green.decode.startupS=3600",), 5400)]
+)
+def test_routers_have_as_long_as_the_models_take_to_load(values: tuple[str, ...], deadline_s: int) -> None:
+    found = by_name(chart(values=values))
+    assert found["Deployment", "pdmesh-router"]["spec"]["progressDeadlineSeconds"] == deadline_s
 
 
 def test_more_workers_at_least_than_at_most_are_refused() -> None:

@@ -13,6 +13,7 @@ from redis.asyncio import Redis
 from pdmesh.runtime.errors import FailedPrecondition, Unavailable
 from pdmesh.runtime.registry.redis_server import EmbeddedRedis
 from pdmesh.v1 import mesh_pb2, worker_pb2
+from router.api.http import server_load
 from router.fleet.model_changes.serving import ASLEEP, PAUSED, RUNNING, ServingState, WantedServing
 from tests.router.mesh import Mesh, config_for, expected, request, running_router
 from tests.router.stub_workers import DECODE, PREFILL, StubWorker
@@ -84,6 +85,24 @@ async def test_a_worker_that_comes_meanwhile_does_as_the_others_and_gets_nothing
         assert (await mesh.generate(request())).tokens() == expected(8)
         assert newest.serving_state == RUNNING
     await newest.kill()
+
+
+@pytest.mark.parametrize("state", [PAUSED, ASLEEP])
+async def test_a_gateway_reads_of_a_mesh_that_is_stopped_that_it_is_full(model_folder: Path, state: ServingState) -> None:
+    """It would look like the emptiest one."""
+    worker = Servable("w0", BOTH)
+    await worker.start()
+    async with mesh_of(model_folder, worker) as mesh:
+        running = {name: value for name, _, value in server_load.samples(mesh.router.core)}
+        assert running["vllm:kv_cache_usage_perc"] == running["vllm:num_requests_waiting"] == 0
+        await told(mesh, state)
+        waiting = [asyncio.create_task(mesh.generate(request())) for _ in range(3)]
+        await eventually(lambda: mesh.router.core.flow_control.admission.num_inflight == 3)
+        said = {"vllm:num_requests_running": 0, "vllm:num_requests_waiting": 3, "vllm:kv_cache_usage_perc": 1}
+        await eventually(lambda: {name: value for name, _, value in server_load.samples(mesh.router.core)} == said)
+        await told(mesh, RUNNING)
+        await asyncio.gather(*waiting)
+    await worker.kill()
 
 
 async def test_what_cannot_sleep_pauses(model_folder: Path) -> None:

@@ -3,7 +3,8 @@
 Endpoint pickers of the Gateway API inference extension ask every server of a pool (its model server protocol lists names). The
 router's own metrics, of which there are many more, are on another port (`--metrics-port`).
 
-A server that takes no requests, or none soon, answers 503.
+A server that takes no requests, or none soon, answers 503. One whose workers are all paused or asleep says that its KV is full:
+requests wait there, where there is no other.
 
 What vLLM has no name for is how fast a server is: a worker's latency model follows under a name of ours, if it is the only one.
 """
@@ -17,6 +18,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from pdmesh.planning.latency_message import STEP_METRIC, STEP_PARTS
+from pdmesh.v1 import worker_pb2
 from router.api.frontend import Frontend
 from router.api.http.body import HttpSettings
 from router.api.http.openapi import Endpoint
@@ -42,7 +44,8 @@ def routes(frontend: Frontend, settings: HttpSettings) -> Sequence[Route]:
 def samples(core: RouterContext) -> Iterator[Sample]:
     """Yield the metrics of each served model: name, labels, value."""
     views = core.fleet.views()
-    num_queued = core.flow_control.admission.num_queued
+    admission = core.flow_control.admission
+    num_queued = admission.num_queued
     for name in core.models:
         workers = [view for view in views if view.model == name and view.decode]
         running = sum(view.num_decoding + max(0, view.dispatched_decodes) for view in workers)
@@ -50,6 +53,8 @@ def samples(core: RouterContext) -> Iterator[Sample]:
         blocks = sum(view.num_total_blocks for view in workers)
         free = sum(max(0, view.num_free_blocks - view.dispatched_blocks) for view in workers)
         label = f'model_name="{_escaped(name)}"'
+        if not workers and core.fleet.is_stopped(name, worker_pb2.ROLE_DECODE):
+            present, blocks, free = admission.num_inflight, 1, 0
         yield "vllm:num_requests_running", label, running
         yield "vllm:num_requests_waiting", label, max(0, present - running) + num_queued
         yield "vllm:kv_cache_usage_perc", label, 1 - free / blocks if blocks else 0.0

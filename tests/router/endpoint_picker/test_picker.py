@@ -134,6 +134,13 @@ async def test_an_endpoint_that_does_not_answer_gets_nothing() -> None:
     assert (await picker.pick(Asked(prompt("hello")))).addresses == (A,)
 
 
+def test_of_an_endpoint_that_never_answered_is_said_so_once() -> None:
+    """Its metrics may be behind TLS, a key or a policy: the pool would be short of it without a word."""
+    endpoints = Endpoints(max_num_seqs=256, max_failures=3, index_blocks=1000, tokens_per_block=64)
+    endpoints.found([A])
+    assert [endpoints.failed(A) for _ in range(5)] == [False, False, True, False, False]
+
+
 async def test_an_endpoint_that_is_gone_takes_its_requests_along() -> None:
     picker = picker_of([A, B])
     picks = [await picker.pick(Asked(prompt("hello " * 400))) for _ in range(4)]
