@@ -239,7 +239,8 @@ class WorkerControlServicer:
     def SendWeights(self, request_iterator, context):
         """SendWeights is UpdateWeights for a caller that shares no folder with the worker: the files of the weights come in the stream, and
         config.json and the tokenizer stay those of the worker's model. INVALID_ARGUMENT names the field (sha256: they have not arrived as
-        they were sent); RESOURCE_EXHAUSTED: its disk has no room for them. Else as UpdateWeights.
+        they were sent); RESOURCE_EXHAUSTED: its disk has no room for them; UNAVAILABLE: the same weights, by their weights_hash, are coming
+        already. Else as UpdateWeights.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

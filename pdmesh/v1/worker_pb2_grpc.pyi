@@ -89,7 +89,8 @@ class WorkerControlStub:
     SendWeights: _grpc.StreamUnaryMultiCallable[_worker_pb2.SendWeightsRequest, _worker_pb2.UpdateWeightsResponse]
     """SendWeights is UpdateWeights for a caller that shares no folder with the worker: the files of the weights come in the stream, and
     config.json and the tokenizer stay those of the worker's model. INVALID_ARGUMENT names the field (sha256: they have not arrived as
-    they were sent); RESOURCE_EXHAUSTED: its disk has no room for them. Else as UpdateWeights.
+    they were sent); RESOURCE_EXHAUSTED: its disk has no room for them; UNAVAILABLE: the same weights, by their weights_hash, are coming
+    already. Else as UpdateWeights.
     """
     ReadWeights: _grpc.UnaryStreamMultiCallable[_worker_pb2.ReadWeightsRequest, _worker_pb2.ReadWeightsResponse]
     """ReadWeights gives the files that SendWeights brought, for a worker that comes later: what it takes is what comes here. They are kept
@@ -156,7 +157,8 @@ class WorkerControlAsyncStub(WorkerControlStub):
     SendWeights: _aio.StreamUnaryMultiCallable[_worker_pb2.SendWeightsRequest, _worker_pb2.UpdateWeightsResponse]  # type: ignore[assignment]
     """SendWeights is UpdateWeights for a caller that shares no folder with the worker: the files of the weights come in the stream, and
     config.json and the tokenizer stay those of the worker's model. INVALID_ARGUMENT names the field (sha256: they have not arrived as
-    they were sent); RESOURCE_EXHAUSTED: its disk has no room for them. Else as UpdateWeights.
+    they were sent); RESOURCE_EXHAUSTED: its disk has no room for them; UNAVAILABLE: the same weights, by their weights_hash, are coming
+    already. Else as UpdateWeights.
     """
     ReadWeights: _aio.UnaryStreamMultiCallable[_worker_pb2.ReadWeightsRequest, _worker_pb2.ReadWeightsResponse]  # type: ignore[assignment]
     """ReadWeights gives the files that SendWeights brought, for a worker that comes later: what it takes is what comes here. They are kept
@@ -310,7 +312,8 @@ class WorkerControlServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_worker_pb2.UpdateWeightsResponse, _abc.Awaitable[_worker_pb2.UpdateWeightsResponse]]:
         """SendWeights is UpdateWeights for a caller that shares no folder with the worker: the files of the weights come in the stream, and
         config.json and the tokenizer stay those of the worker's model. INVALID_ARGUMENT names the field (sha256: they have not arrived as
-        they were sent); RESOURCE_EXHAUSTED: its disk has no room for them. Else as UpdateWeights.
+        they were sent); RESOURCE_EXHAUSTED: its disk has no room for them; UNAVAILABLE: the same weights, by their weights_hash, are coming
+        already. Else as UpdateWeights.
         """
 
     @_abc_1.abstractmethod

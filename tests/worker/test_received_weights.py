@@ -310,6 +310,32 @@ async def test_a_sender_that_leaves_leaves_nothing(worker: Peer, other: Path) ->
     await eventually(lambda: not left_behind())
 
 
+async def test_of_weights_that_are_coming_no_second_stream_is_taken(worker: Peer, other: Path) -> None:
+    """As routers pass on those of a worker that has come, each for itself."""
+    pieces = messages(other)
+    pieces[0].weights_hash = load_tiny(other).loaded.weights_hash
+    may_end = asyncio.Event()
+
+    async def slowly() -> AsyncIterator[Sent]:
+        yield pieces[0]
+        await may_end.wait()
+        for piece in pieces[1:]:
+            yield piece
+
+    first = asyncio.create_task(_sent(worker, slowly()))
+    await eventually(lambda: len(left_behind()) == 1)
+    with pytest.raises(grpc.aio.AioRpcError, match="are coming already") as caught:
+        await worker.control.SendWeights(iter(pieces))
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE and len(left_behind()) == 1
+    may_end.set()
+    assert (await first).identity.weights_hash == pieces[0].weights_hash
+    assert not (await worker.control.SendWeights(iter(pieces))).is_new
+
+
+async def _sent(worker: Peer, pieces: AsyncIterator[Sent]) -> worker_pb2.UpdateWeightsResponse:
+    return await worker.control.SendWeights(pieces)
+
+
 async def test_a_model_of_one_file_takes_none(model: Model, other: Path, tmp_path: Path) -> None:
     async with running_worker(model, worker_id="g") as peer:
         file = tmp_path / "model.gguf"

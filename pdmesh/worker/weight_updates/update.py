@@ -76,6 +76,7 @@ class WorkerWeights:
         self._model = engine.facts.model
         self._serving = serving
         self._kept: KeptWeights | None = None  # the files of the present weights, where these were sent
+        self._receiving: set[str] = set()  # hashes of those whose files are coming
         self._num_begun = self._latest_taken = 0
         self._is_closed = False
 
@@ -94,9 +95,22 @@ class WorkerWeights:
         return await _shielded(self._update(_Asked(folder, order)))
 
     async def receive(self, messages: AsyncIterator[worker_pb2.SendWeightsRequest]) -> worker_pb2.UpdateWeightsResponse:
-        """Serve SendWeights. What was received is kept while this worker computes with it. Raises MeshError."""
+        """Serve SendWeights. What was received is kept while this worker computes with it. Of the same weights, where they are
+        named, only the first to come are taken: each process of each router may pass them on. Raises MeshError."""
         self._check_may()
         order, first = self._next_order(), await anext(messages, worker_pb2.SendWeightsRequest())
+        named = first.weights_hash
+        if named in self._receiving:
+            raise Unavailable("these weights are coming already, from elsewhere; ask again later")
+        self._receiving.update({named} - {""})
+        try:
+            return await self._receive(first, messages, order)
+        finally:
+            self._receiving.discard(named)
+
+    async def _receive(
+        self, first: worker_pb2.SendWeightsRequest, messages: AsyncIterator[worker_pb2.SendWeightsRequest], order: int
+    ) -> worker_pb2.UpdateWeightsResponse:
         received = await ReceivedWeights.begin(Path(self._model), first)
         try:
             async for message in messages:
