@@ -223,7 +223,7 @@ def _build_names() -> Names:
     """Of make, pip, docker, kubectl -k and python -m."""
     make, docker = (ROOT / "Makefile").read_text(encoding="utf-8"), (ROOT / "Dockerfile").read_text(encoding="utf-8")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    own = {"MAKEFILE_LIST", *re.findall(r"^([A-Z_]+)\s*:?=", make, re.MULTILINE)}
+    own = {"MAKE", "MAKEFILE_LIST", *re.findall(r"^([A-Z_]+)\s*:?=", make, re.MULTILINE)}
     given = {*re.findall(r"\$\(([A-Z_]+)\)", make)} - own
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     shown = make + "".join(page.read_text(encoding="utf-8") for page in pages)
