@@ -21,7 +21,7 @@ from pdmesh.runtime.errors import (
 )
 from pdmesh.v1 import common_pb2, mesh_pb2, prefill_pb2, worker_pb2
 from router.context import RouterContext, time_left_ms, time_left_s
-from router.fleet.change_notifier import unless
+from router.fleet.change_notifier import unless, wait_at_most
 from router.fleet.circuit_breaker import Role
 from router.fleet.incarnation import Incarnation
 from router.fleet.worker import Dispatched, Worker
@@ -64,6 +64,7 @@ class EmbedStage:
     async def _computed(self, request: Request, pooling: common_pb2.Pooling.ValueType) -> prefill_pb2.EmbedPromptResponse:
         config, model, loop = self._core.config, request.prepared.model.name, asyncio.get_running_loop()
         patience, last = loop.time() + config.place_timeout_s, loop.time() + config.paused_timeout_s
+        last_start = loop.time() + config.wake_timeout_s
         refused: set[WorkerKey] = set()
         errors: list[MeshError] = []
         while True:
@@ -72,6 +73,8 @@ class EmbedStage:
                 self._check_can(request)
                 if self._core.fleet.is_stopped(model, worker_pb2.ROLE_PREFILL):
                     patience = min(last, loop.time() + config.place_timeout_s)
+                elif config.wake_timeout_s > config.place_timeout_s and not self._prefills(model):
+                    patience = min(last_start, loop.time() + config.place_timeout_s)  # the autoscaler starts some
                 await self._wait(request, patience, errors)
                 refused.clear()
                 continue
@@ -85,6 +88,9 @@ class EmbedStage:
                 if error.code not in _NO_FAULT and error.reason != STOPPED and not found[2].is_stopped:
                     is_lost = found[2].lost.is_set()
                     self._core.health_recorder.failed(found[0].key, Role.PREFILL, error.message, lost=is_lost)
+
+    def _prefills(self, model: str) -> bool:
+        return any(view.prefill and view.model == model for view in self._core.fleet.views())
 
     def _views(self, request: Request) -> list[WorkerSnapshot]:
         """Return the prefill workers of the request's model and adapter."""
@@ -118,8 +124,7 @@ class EmbedStage:
     async def _wait(self, request: Request, patience: float, errors: list[MeshError]) -> None:
         """Wait for a change of the fleet, or a moment. Raises the reason when patience is over."""
         if asyncio.get_running_loop().time() < patience:
-            change = self._core.fleet.changes.next
-            await asyncio.wait((asyncio.ensure_future(change.wait()),), timeout=LOOK_AGAIN_S)
+            await wait_at_most(self._core.fleet.changes.next, LOOK_AGAIN_S)
             return
         name, last = request.prepared.model.name, errors[-1] if errors else None
         if last is None:
@@ -137,7 +142,7 @@ class EmbedStage:
         sent = Dispatched(1, blocks_for(len(prepared.prompt), view), len(prepared.prompt))
         worker.dispatched(sent)
         self._core.health_recorder.chosen(view.key, Role.PREFILL)
-        request.is_submitted = True
+        request.submitting(self._core.flow_control.placed)
         request.timings.spans.took_part(worker)
         message = prefill_pb2.EmbedPromptRequest(
             request_id=prepared.request_id,

@@ -8,6 +8,7 @@ place ─► reserve ─► a reservation on a decode worker
 import asyncio
 import logging
 import time
+from collections.abc import Hashable
 from dataclasses import replace
 
 from pdmesh.runtime.errors import (
@@ -30,7 +31,7 @@ from router.fleet.incarnation import Incarnation
 from router.fleet.worker import Dispatched, Worker
 from router.lifecycle.decode_session import DecodeSession, GivenBack, WorkerLost
 from router.lifecycle.kv_holder import local_holder
-from router.lifecycle.request import Assignment, Dispatch, PrefillTarget, Request
+from router.lifecycle.request import Assignment, Dispatch, PrefillTarget, Request, WaitsFor
 from router.routing import worker_reports
 from router.routing.cost_model import WorkerEstimate
 from router.routing.decisions import Decision, cached_of
@@ -72,7 +73,7 @@ class PlaceStage:
         search = dispatch.search
         if not search.has_begun:
             search.has_begun = True
-            if not self._core.capacity_queue.is_empty(dispatch.queue_key):
+            if not self._core.capacity_queue.is_empty(self._queue_key(dispatch)):
                 await self._wait_for_turn(dispatch)
         while (nothing := self._choose(dispatch)) is not None:
             self._check_fit(dispatch)
@@ -179,35 +180,46 @@ class PlaceStage:
                 return
             if self._waits_for_stopped(dispatch, alone=True) or self._waits_for_start(dispatch):
                 continue
-            if loop.time() - search.began_s > self._core.config.room_timeout_s:
+            if search.waits(WaitsFor.ROOM, loop.time()) > self._core.config.room_timeout_s:
                 raise ResourceExhausted(
                     "the line for room on decode workers did not move; retry later", retry_delay_s=ROOM_RETRY_DELAY_S
                 )
 
+    def _queue_key(self, dispatch: Dispatch) -> Hashable:
+        """Return the key of the capacity queue: dispatches with the same key could run on the same workers, whose adapters count
+        only where some lack the one that is asked for."""
+        model, prepared = dispatch.request.model, dispatch.request.prepared
+        adapter = prepared.adapter
+        if adapter is not None:
+            decoding = (view for view in self._core.fleet.views() if view.decode and view.model == prepared.model.name)
+            adapter = None if all(adapter in view.adapters for view in decoding) else adapter
+        return (model, dispatch.kind, prepared.mode, adapter)
+
     def _enter_queue(self, dispatch: Dispatch) -> None:
         search, prepared = dispatch.search, dispatch.request.prepared
+        search.queue_key = self._queue_key(dispatch)
         search.waiter = self._core.capacity_queue.enter(
-            dispatch.queue_key,
+            search.queue_key,
             prepared.priority,
             prepared.tenant,
             interrupted=dispatch.interrupted,
             hint=prepared.priority_hint,
         )
-        search.began_s = search.entered_s = asyncio.get_running_loop().time()
+        search.looked_s = asyncio.get_running_loop().time()
         search.waiting_ns = timings.now_ns()
 
     async def _wait_for_change(self, dispatch: Dispatch, nothing: NoPlacement) -> None:
         """Wait for the next change of the fleet after a failed try. Raises MeshError at the time limit."""
         search = dispatch.search
-        self._core.capacity_queue.failed(dispatch.queue_key)
+        self._core.capacity_queue.failed(search.queue_key)
         search.waiting_ns = timings.now_ns()
         if nothing.full or not self._waits_for_stopped(dispatch):
-            self._check_limit(nothing, dispatch, asyncio.get_running_loop().time() - search.began_s)
+            self._check_limit(nothing, dispatch, asyncio.get_running_loop().time())
         await asyncio.sleep(MIN_RETRY_GAP_S)
         await wait_at_most(search.change, RETRY_PERIOD_S)
 
     def _waits_for_stopped(self, dispatch: Dispatch, *, alone: bool = False) -> bool:
-        """Return whether a worker that is paused or asleep could take the request: then other limits begin when it runs again.
+        """Return whether a worker that is paused or asleep could take the request: then it waits for that, and for no room.
         `alone`: and no decode worker of the model runs, whose room it waits for. Raises Unavailable when it has waited for
         too long."""
         search, request, fleet = dispatch.search, dispatch.request, self._core.fleet
@@ -226,36 +238,40 @@ class PlaceStage:
         if not all(any(role in roles for roles in takers) for role in lacking or [worker_pb2.ROLE_DECODE]):
             return False
         request.was_stopped = True
-        search.began_s = now = asyncio.get_running_loop().time()
-        if now - search.entered_s > self._core.config.paused_timeout_s:
-            text = f"workers of {name!r} are paused or asleep; waited {now - search.entered_s:.0f} s"
+        waited_s = search.waits(WaitsFor.WAKE, asyncio.get_running_loop().time())
+        if waited_s > self._core.config.paused_timeout_s:
+            text = f"workers of {name!r} are paused or asleep; waited {waited_s:.0f} s"
             raise Unavailable(f"{text}, see `pdmesh status`", retry_delay_s=ROOM_RETRY_DELAY_S)
         return True
 
     def _waits_for_start(self, dispatch: Dispatch) -> bool:
         """Return whether no worker of the model decodes where pools may be at zero: the autoscaler sees the request, and starts
-        some. Other limits begin when one decodes. Raises Unavailable when it has waited for too long."""
+        some. Raises Unavailable when it has waited for too long."""
         search, config, name = dispatch.search, self._core.config, dispatch.request.prepared.model.name
         usual_s = config.resubmit_timeout_s if dispatch.started else config.place_timeout_s
         if config.wake_timeout_s <= usual_s or self._core.fleet.decodes(name):
             return False
-        search.began_s = now = asyncio.get_running_loop().time()
-        if now - search.entered_s > config.wake_timeout_s:
-            text = f"no decode worker of {name!r} has started; waited {now - search.entered_s:.0f} s"
+        waited_s = search.waits(WaitsFor.START, asyncio.get_running_loop().time())
+        if waited_s > config.wake_timeout_s:
+            text = f"no decode worker of {name!r} has started; waited {waited_s:.0f} s"
             raise Unavailable(f"{text}, see `pdmesh status`", retry_delay_s=ROOM_RETRY_DELAY_S)
         return True
 
-    def _check_limit(self, nothing: NoPlacement, dispatch: Dispatch, waited_s: float) -> None:
-        config = self._core.config
+    def _check_limit(self, nothing: NoPlacement, dispatch: Dispatch, now_s: float) -> None:
+        config, search = self._core.config, dispatch.search
         if nothing.field:
             raise InvalidArgument(nothing.field, f"{nothing.field}: {nothing.reason}; {nothing.remedy}")
         if nothing.never:
             field = _UNFIT_FIELDS.get(nothing.word)
             raise ResourceExhausted(f"{nothing.reason}; {nothing.remedy}", field=field, reason=nothing.word or None)
-        if nothing.full and waited_s > config.room_timeout_s:
-            raise ResourceExhausted(f"{nothing.reason}; no room for {waited_s:.0f} s", retry_delay_s=ROOM_RETRY_DELAY_S)
-        if nothing.full or self._waits_for_start(dispatch):
+        if nothing.full:
+            waited_s = search.waits(WaitsFor.ROOM, now_s)
+            if waited_s > config.room_timeout_s:
+                raise ResourceExhausted(f"{nothing.reason}; no room for {waited_s:.0f} s", retry_delay_s=ROOM_RETRY_DELAY_S)
             return
+        if self._waits_for_start(dispatch):
+            return
+        waited_s = search.waits(WaitsFor.WORKER, now_s)
         if waited_s > (config.resubmit_timeout_s if dispatch.started else config.place_timeout_s):
             raise Unavailable(f"{nothing.reason}; waited {waited_s:.0f} s, see `pdmesh status`", retry_delay_s=ROOM_RETRY_DELAY_S)
 
@@ -304,7 +320,7 @@ class ReserveStage:
         )
         worker.dispatched(sent)
         self._core.health_recorder.chosen(choice.decode.key, Role.DECODE)
-        self._note_submitting(request)
+        request.submitting(self._core.flow_control.placed)
         request.system_fingerprint = fingerprint_for(incarnation.described, request.prepared.adapter)
         try:
             holder = local_holder(self._core, dispatch, session.info, session.wire_id, choice.mode)
@@ -348,16 +364,6 @@ class ReserveStage:
                 raise GivenBack(f"{session.info.worker_id} is paused or asleep: {error.message}") from error
             raise WorkerLost(f"attempt {session.attempt} on {session.info.worker_id} {said}: {error.message}") from error
         return replace(failed, reservation=reservation, emitted=emitted)
-
-    def _note_submitting(self, request: Request) -> None:
-        """End the wait for a worker at the first Submit: forecasts and the autoscaler count the request there from now on."""
-        if request.is_submitted:
-            return
-        request.is_submitted = True
-        if request.visit is not None:
-            request.visit.placed()
-        if request.ticket is not None:
-            self._core.flow_control.placed(request.ticket)
 
     def _note_refusal(self, request: Request, session: DecodeSession, error: MeshError) -> None:
         """Leave the session; raise the error if only the client can correct it."""

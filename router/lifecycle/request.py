@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 from typing import Protocol
 
 from pdmesh.runtime.errors import OTHER_ENGINE, MeshError, Unavailable
@@ -107,6 +108,17 @@ class Request:
         self.aborted.set()
         if self.dispatching is not None:
             self.dispatching.cancel()
+
+    def submitting(self, placed: Callable[[Ticket], None]) -> None:
+        """End the wait for a worker at the first call to one: forecasts, to which `placed` says so, and the autoscaler count the
+        request there from now on."""
+        if self.is_submitted:
+            return
+        self.is_submitted = True
+        if self.visit is not None:
+            self.visit.placed()
+        if self.ticket is not None:
+            placed(self.ticket)
 
     # The sink of decode sessions
 
@@ -269,6 +281,15 @@ class Assignment:
         self.session.worker.released(self.sent, time.monotonic())
 
 
+class WaitsFor(Enum):
+    """What a request waits for in the capacity queue. Each has a limit of its own, which no other one uses up."""
+
+    ROOM = auto()  # on workers that decode, or its turn
+    START = auto()  # none decodes, and the autoscaler starts some
+    WAKE = auto()  # workers that are paused or asleep
+    WORKER = auto()  # any other reason why none takes it
+
+
 @dataclass(eq=False)
 class WorkerSearch:
     """Hold the state of a search for a decode worker that takes the request: tries, and waits in the capacity queue between them.
@@ -286,9 +307,10 @@ class WorkerSearch:
     takes_ejected: bool = False
     has_begun: bool = False
     waiter: Waiter | None = None  # the place in the capacity queue
+    queue_key: Hashable = None  # whose queue that is: what the request may run on can change while it waits
     change: asyncio.Event = field(init=False)  # the next change of the fleet since before the try
-    entered_s: float = 0.0  # the beginning of the wait, in event-loop time
-    began_s: float = 0.0  # the same, or when its workers were last seen to be stopped, or to start
+    waited_s: dict[WaitsFor, float] = field(default_factory=lambda: dict.fromkeys(WaitsFor, 0.0))
+    looked_s: float = 0.0  # event-loop time until which that is counted
     waiting_ns: int = 0
 
     def begin_round(self, *, takes_ejected: bool) -> None:
@@ -299,6 +321,12 @@ class WorkerSearch:
         """Begin a try at every worker, after a wait."""
         self.avoid = frozenset()
         self.begin_round(takes_ejected=False)
+
+    def waits(self, cause: WaitsFor, now_s: float) -> float:
+        """Count the time since the last look as a wait for this, and return the seconds that it has waited for it in all."""
+        self.waited_s[cause] += now_s - self.looked_s
+        self.looked_s = now_s
+        return self.waited_s[cause]
 
     def refuse(self, key: WorkerKey, error: MeshError) -> None:
         """Record that the worker has answered with `error`."""
@@ -341,11 +369,6 @@ class Dispatch:
         return bool(self.emitted)
 
     @property
-    def queue_key(self) -> Hashable:
-        """Return the key of the capacity queue: dispatches with the same key could run on the same workers."""
-        return (self.request.model, self.kind, self.request.prepared.mode)
-
-    @property
     def interrupted(self) -> bool:
         """Return True if the request has output of this router, beyond what the client resumed with."""
         return sum(len(choice.token_ids) for choice in self.emitted) > num_emitted(self.request.prepared)
@@ -354,7 +377,7 @@ class Dispatch:
         """Leave the capacity queue, if the dispatch is in it."""
         waiter, self.search.waiter = self.search.waiter, None
         if waiter is not None:
-            queue.leave(self.queue_key, waiter, placed=placed)
+            queue.leave(self.search.queue_key, waiter, placed=placed)
 
 
 class DispatchStage(Protocol):
