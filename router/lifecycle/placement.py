@@ -31,7 +31,7 @@ from router.fleet.incarnation import Incarnation
 from router.fleet.worker import Dispatched, Worker
 from router.lifecycle.decode_session import DecodeSession, GivenBack, WorkerLost
 from router.lifecycle.kv_holder import local_holder
-from router.lifecycle.request import Assignment, Dispatch, PrefillTarget, Request, WaitsFor
+from router.lifecycle.request import Assignment, Dispatch, Finished, PrefillTarget, Request, WaitsFor
 from router.routing import worker_reports
 from router.routing.cost_model import WorkerEstimate
 from router.routing.decisions import Decision, cached_of
@@ -287,12 +287,14 @@ class ReserveStage:
         self._core = core
 
     async def run(self, dispatch: Dispatch) -> type[PlaceStage] | None:
-        """Submit. Return PlaceStage when the worker refuses."""
+        """Submit. Return PlaceStage when the worker refuses. Raises Finished where all tokens came, and its answer was lost."""
         if dispatch.assignment is not None:
             dispatch.assignment = await self._submit_again(dispatch, dispatch.assignment)
             return None
         answer = await self._submit(dispatch, dispatch.placement, dispatch.routing_request)
         if isinstance(answer, MeshError):
+            if dispatch.request.tracker.all_finished:
+                raise Finished
             dispatch.search.refuse(dispatch.placement.decode.key, answer)
             return PlaceStage
         dispatch.assignment = answer

@@ -380,6 +380,10 @@ class Dispatch:
             queue.leave(self.search.queue_key, waiter, placed=placed)
 
 
+class Finished(Exception):
+    """Raised within a dispatch whose request has all of its tokens: nothing is left to do."""
+
+
 class DispatchStage(Protocol):
     """Run one stage between admission and the end of decoding."""
 

@@ -14,6 +14,7 @@ request passes through prefill, too, which does nothing. However a request ends,
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -34,7 +35,7 @@ from router.lifecycle.embed_stage import EmbedStage
 from router.lifecycle.output import ResumeMismatch
 from router.lifecycle.placement import PlaceStage, ReserveStage
 from router.lifecycle.prefill_stage import PrefillStage
-from router.lifecycle.request import DispatchStage, OpenRequests, Request, run_in_order
+from router.lifecycle.request import DispatchStage, Finished, OpenRequests, Request, run_in_order
 from router.routing.cost_model import Overhead, Prediction
 from router.routing.decisions import Decision
 from router.routing.routing_request import goals_ms, kind_of_resumed
@@ -500,7 +501,8 @@ class Pipeline:
         """Run place, reserve, prefill and decode. A loss is recorded, and the caller starts the next dispatch."""
         dispatch = request.new_dispatch(request.timings)
         try:
-            await run_in_order(self._dispatch, dispatch)
+            with contextlib.suppress(Finished):
+                await run_in_order(self._dispatch, dispatch)
         except WorkerLost as loss:
             self._note_loss(request, request.session or dispatch.assigned.session, loss)
         finally:

@@ -76,6 +76,19 @@ async def test_a_request_leaves_the_line_that_it_entered(model_folder: Path) -> 
         assert await served(mesh, 2)
 
 
+async def test_a_request_with_all_of_its_tokens_is_submitted_nowhere_else(model_folder: Path) -> None:
+    """Only the answer to Submit was lost."""
+    workers = [Losing("d0", BOTH), Losing("d1", BOTH)]
+    async with mesh_of(model_folder, workers) as mesh:
+        for worker in workers:
+            worker.loses = True
+        answer = await mesh.generate(request(mode=mesh_pb2.PREFILL_MODE_LOCAL))
+        assert answer.tokens() == expected(8)
+        await asyncio.sleep(0.5)
+        assert sum(worker.loses for worker in workers) == 1 and not any(worker.submits for worker in workers)
+        await mesh.until_whole()
+
+
 async def test_a_full_worker_with_an_adapter_holds_up_no_other_requests(model_folder: Path) -> None:
     with_it = Losing("d1", BOTH)
     with_it.has_adapter = True
