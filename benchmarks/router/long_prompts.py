@@ -28,7 +28,8 @@ from benchmarks.harness import Figure, Options, parser_of, running, say, show
 from benchmarks.policy_cost import view
 from benchmarks.router.overhead import CLIENT, router
 from benchmarks.router.stub_worker import MANY, MAX_CONTEXT
-from pdmesh.models.catalogue import SMOLLM2, TINYLLAMA, cache_folder
+from pdmesh.models.catalogue import SMOLLM2, TINYLLAMA
+from pdmesh.models.registry import ensure_model
 from pdmesh.text.grammar import GrammarCompiler
 from pdmesh.text.tokenizer import Tokenizer
 from pdmesh.v1 import common_pb2, worker_pb2
@@ -64,9 +65,7 @@ def figures(options: Options) -> list[Figure]:
 def model_folders(root: Path) -> dict[str, Path]:
     """Folders with a tokenizer and a context that has room, without weights, by the tokenizer's label."""
     own = {"SmolLM2's tokenizer": SMOLLM2.name, "TinyLlama's tokenizer": TINYLLAMA.name}
-    sources = {
-        label: json.loads((cache_folder() / "models" / name / "tokenizer.json").read_text()) for label, name in own.items()
-    }
+    sources = {label: json.loads((ensure_model(name, say) / "tokenizer.json").read_text()) for label, name in own.items()}
     split = {"type": "Split", "pattern": {"Regex": LLAMA3}, "behavior": "Isolated", "invert": False}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     pattern = {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, level]}}
