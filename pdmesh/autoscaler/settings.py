@@ -47,7 +47,8 @@ class AutoscalerSettings:
         },
     )
     headroom: float = field(
-        default=0.1, metadata={"help": "a pool shrinks only if the rest would bear this share more; twice that beside bursts"}
+        default=0.1,
+        metadata={"help": "a pool shrinks only if the rest bears this share more; beside uneven arrivals twice that"},
     )
     drain_s: float = field(default=120.0, metadata={"help": "time to drain a backlog"})
     stale_after_s: float = field(default=30.0, metadata={"help": "older figures are not used"})

@@ -111,7 +111,7 @@ def test_a_wrong_value_is_refused_by_name(value: str, named: str) -> None:
         chart(values=(value,))
 
 
-def test_external_metrics_that_nobody_can_verify_are_refused() -> None:
+def test_external_metrics_that_cannot_be_verified_are_refused() -> None:
     values = ("autoscaler.scaling=hpa", "autoscaler.externalMetrics.certManager=false")
     with pytest.raises(RuntimeError, match=r"autoscaler\.externalMetrics\.caBundle: is empty"):
         chart(values=values)

@@ -404,7 +404,7 @@ async def test_all_that_wait_for_the_first_workers_are_served(
             await worker.kill()
 
 
-async def test_who_waits_for_the_first_worker_is_told_when_none_comes(model_folder: Path) -> None:
+async def test_requests_that_wait_for_the_first_worker_end_when_none_comes(model_folder: Path) -> None:
     config = config_for(model_folder, wake_timeout_s=0.6, place_timeout_s=0.1, room_timeout_s=0.1)
     async with running_router(config) as (router, stub):
         mesh = Mesh(router, stub, {})

@@ -1,5 +1,5 @@
-"""What requests wait for in the line in front of decode workers: each cause has its own limit, and who cannot be served by the
-same workers waits for nobody else."""
+"""What requests wait for in the line in front of decode workers: each cause has its own limit, and a request waits for
+no other that the same workers cannot serve."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ async def test_one_line_where_all_workers_have_the_adapter(model_folder: Path) -
 
 
 @pytest.mark.parametrize("wake_timeout_s", [0.0, 0.7])
-async def test_who_waits_for_room_outlives_a_moment_without_decode_workers(model_folder: Path, wake_timeout_s: float) -> None:
+async def test_a_wait_for_room_outlives_a_moment_without_decode_workers(model_folder: Path, wake_timeout_s: float) -> None:
     """The wait for room was longer than what is waited for a worker, or for the first one."""
     worker = StubWorker("d0", BOTH, full=True)
     settings = {"room_timeout_s": 30.0, "place_timeout_s": 0.5, "wake_timeout_s": wake_timeout_s}
